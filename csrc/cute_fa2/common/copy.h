@@ -1,0 +1,89 @@
+// Tiles between global and shared memory, and the K/V source that hands them out.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/platform.h"
+#include "params.h"
+
+namespace flash_cute {
+
+// The (rows, head_dim) matrix of one head, cut into tiles of kRows rows: (kRows, kHeadDim, tiles).
+template <int kRows, int kHeadDim, class Element, class Pointer>
+CUTE_DEVICE auto tiles_of_head(const TensorView<Pointer>& view, int batch, int head, int rows) {
+  using namespace cute;
+  auto* first = static_cast<Element*>(view.data) + batch * view.stride_batch + head * view.stride_head;
+  auto matrix = make_tensor(make_gmem_ptr(first), make_shape(rows, Int<kHeadDim>{}), make_stride(view.stride_row, _1{}));
+  return local_tile(matrix, Shape<Int<kRows>, Int<kHeadDim>>{}, make_coord(_, _0{}));
+}
+
+// This thread's share of a copy of tiles from global to shared memory, with zeros for what lies outside the tensor.
+template <class GmemCopy, class TileShape>
+class TileLoader {
+ public:
+  CUTE_DEVICE TileLoader(int thread, int head_dim) : thread_copy_(GmemCopy{}.get_slice(thread)), head_dim_(head_dim) {}
+
+  // Issues the copy of `source` (rows, kHeadDim), of which `rows` rows exist, to `target`; asynchronous.
+  template <class Source, class Target>
+  CUTE_DEVICE void load(const Source& source, Target&& target, int rows) const {
+    using namespace cute;
+    auto from = thread_copy_.partition_S(source);                               // (8, rows, columns)
+    auto to = thread_copy_.partition_D(target);                                 // (8, rows, columns)
+    auto at = thread_copy_.partition_S(make_identity_tensor(TileShape{}));      // (8, rows, columns) -> (row, column)
+    CUTE_UNROLL
+    for (int r = 0; r < size<1>(from); ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<2>(from); ++c) {
+        const bool exists = get<0>(at(0, r, c)) < rows && get<1>(at(0, r, c)) < head_dim_;
+        copy(GmemCopy{}.with(exists), from(_, r, c), to(_, r, c));
+      }
+    }
+  }
+
+  // Multiplies this thread's share of a tile in shared memory by `factor`: what it copied itself and has waited for, so that no
+  // barrier is needed before.
+  template <class Target>
+  CUTE_DEVICE void multiply(Target&& target, float factor) const {
+    using namespace cute;
+    using Element = typename std::remove_reference_t<Target>::value_type;
+    auto mine = thread_copy_.partition_D(target);  // (8, rows, columns)
+    CUTE_UNROLL
+    for (int i = 0; i < size(mine); ++i) mine(i) = Element(float(mine(i)) * factor);
+  }
+
+ private:
+  decltype(GmemCopy{}.get_slice(0)) thread_copy_;
+  int head_dim_;
+};
+
+// Where the main loop gets its K and V tiles from. This one reads plain (batch, heads, rows, head_dim) tensors.
+template <class Traits>
+class DenseKeysValues {
+  using Element = typename Traits::Element;
+
+ public:
+  CUTE_DEVICE DenseKeysValues(const FwdParams& params, int batch, int kv_head, int len_k, int thread)
+      : keys_(tiles_of_head<Traits::kBlockN, Traits::kHeadDim, const Element>(params.k, batch, kv_head, len_k)),
+        values_(tiles_of_head<Traits::kBlockN, Traits::kHeadDimV, const Element>(params.v, batch, kv_head, len_k)),
+        loader_(thread, params.head_dim),
+        len_k_(len_k) {}
+
+  template <class Target>
+  CUTE_DEVICE void load_keys(int n_block, Target&& target) const {
+    loader_.load(keys_(cute::_, cute::_, n_block), target, len_k_ - n_block * Traits::kBlockN);
+  }
+  // Rows past the last key become zeros: their weight is 0, but 0 x NaN would be NaN.
+  template <class Target>
+  CUTE_DEVICE void load_values(int n_block, Target&& target) const {
+    loader_.load(values_(cute::_, cute::_, n_block), target, len_k_ - n_block * Traits::kBlockN);
+  }
+
+ private:
+  using Tiles = decltype(tiles_of_head<Traits::kBlockN, Traits::kHeadDim, const Element>(FwdParams{}.k, 0, 0, 0));
+  Tiles keys_;    // (kBlockN, kHeadDim, blocks)
+  Tiles values_;  // (kBlockN, kHeadDimV, blocks)
+  TileLoader<typename Traits::GmemCopy, cute::Shape<cute::Int<Traits::kBlockN>, cute::Int<Traits::kHeadDim>>> loader_;
+  int len_k_;
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,44 @@
+// What lies between the binding and the kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+
+namespace flash_cute {
+
+// Launches the forward on `stream` of `device`, which is the current device. The tile is chosen as if the device lent
+// `smem_limit` bytes of shared memory to a block, or by what it really lends where `smem_limit` is 0. Throws
+// std::runtime_error if this build cannot serve the call or CUDA refuses it.
+void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit, int device, cudaStream_t stream);
+
+// JSON for Python: what was built, and the rows of the tile table that a device with that limit gets.
+std::string build_info();
+std::string tiles_for(int64_t smem_limit);
+
+// One instantiation for each generated file; defined in smXX/launch.h.
+template <DType kDType, int kHeadDim, MaskKind kMask>
+void launch_fwd_sm80(const FwdParams& params, int config_index, int device, cudaStream_t stream);
+
+// Throw std::runtime_error with a sentence that says what to do.
+void check_cuda(cudaError_t status);
+void check_grid(int64_t blocks);
+void check_driver();
+
+// A flag for each device. Setting one twice does no harm, so nothing is locked.
+class DeviceFlags {
+ public:
+  bool test(int device) const { return device < 64 && (bits_.load(std::memory_order_relaxed) >> device & 1); }
+  void set(int device) {
+    if (device < 64) bits_.fetch_or(uint64_t{1} << device, std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<uint64_t> bits_{0};
+};
+
+}  // namespace flash_cute
