@@ -1,11 +1,14 @@
-"""Runs one compile command for ninja, unless an object from the same inputs is in the cache: `object_cache.py OUTPUT DEPFILE
-IDENTITY COMMAND...`.
+"""Runs one compile command for ninja, unless an object from the same inputs is in the cache.
 
-ccache would do for the C++ files, but it is seldom installed and its support of nvcc depends on version and flags; this
-serves both, on every machine. As in ccache's direct mode, a manifest for each command lists what the compiler read and what
-that contained, and the object that came of it. Paths are relative to the checkout (the toolkit, torch and CUTLASS are reached
-through links in the build folder), so every clone on the machine has the same keys. Files with absolute paths are the
-compilers' own headers; IDENTITY, which names the compilers' versions, stands for them.
+    python csrc/object_cache.py OUTPUT DEPFILE IDENTITY COMMAND...
+
+ccache would do this for the C++ files, but how well it does it for nvcc depends on its version and
+on the flags, and most machines have none; this serves both compilers, everywhere. As in ccache's
+direct mode, a manifest for each command lists what the compiler read, with the contents' digests,
+and the object that came of it. Paths are relative to the checkout (torch, CUTLASS and the CUDA
+toolkit are reached through links in the build folder), so every clone on the machine has the same
+keys. Files with absolute paths are the compilers' own headers: IDENTITY, made from the compilers'
+versions, stands for them.
 
 FLASH_CUTE_CACHE names the folder (default ~/.cache/flash_cute); an empty value turns the cache off.
 """
@@ -70,7 +73,7 @@ def lookup(folder: Path, manifest: Path) -> tuple[Path, list[str]] | None:
     return None
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as file:
@@ -84,13 +87,13 @@ def store(folder: Path, manifest: Path, output: Path, depfile: Path, started: fl
         return  # edited while the compiler ran: which contents it saw is unknown
     data = output.read_bytes()
     name = digest(data) + ".o"
-    write_atomically(folder / name, data)
+    write_whole(folder / name, data)
     try:
         entries = json.loads(manifest.read_text())[: MAX_MANIFEST_ENTRIES - 1]
     except (OSError, ValueError):
         entries = []
     entry = {"object": name, "inputs": {file: file_digest(file) for file in files}}
-    write_atomically(manifest, json.dumps([entry, *entries]).encode())
+    write_whole(manifest, json.dumps([entry, *entries]).encode())
     by_last_use = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
     for old in by_last_use[:-MAX_FILES]:
         old.unlink(missing_ok=True)
@@ -104,18 +107,23 @@ def main(output: Path, depfile: Path, identity: str, command: list[str]) -> int:
     found = lookup(folder, manifest)
     if found is not None:
         cached, inputs = found
-        shutil.copyfile(cached, output)
-        os.utime(cached)
-        os.utime(manifest)
-        depfile.write_text(f"{output}: " + " ".join(file.replace(" ", "\\ ") for file in inputs))
-        return 0
+        try:
+            shutil.copyfile(cached, output)
+            os.utime(cached)
+            os.utime(manifest)
+        except OSError:
+            pass  # deleted meanwhile, or the cache is someone else's: compile
+        else:
+            names = " ".join(file.replace(" ", "\\ ") for file in inputs)
+            depfile.write_text(f"{output}: {names}")
+            return 0
     started = time.time()
     status = subprocess.call(command)
     if status == 0:
         try:
             store(folder, manifest, output, depfile, started)
         except OSError as error:
-            print(f"flash_cute: the object cache is not used: {error}", file=sys.stderr)
+            print(f"flash_cute: not kept in the object cache: {error}", file=sys.stderr)
     return status
 
 

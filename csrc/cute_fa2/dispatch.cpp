@@ -29,11 +29,13 @@ int smem_limit_of(int device) {
   return limit;
 }
 
-std::string row_as_json(const FwdConfig& config) {
+std::string row_as_json(const FwdRow& row) {
+  const FwdConfig& config = row.config;
   auto field = [](const char* name, int value) { return ", \"" + std::string(name) + "\": " + std::to_string(value); };
   return "{\"arch\": \"sm80\", \"op\": \"fwd\"" + field("head_dim", config.head_dim) + field("block_m", config.block_m) +
          field("block_n", config.block_n) + field("warps", config.warps) + field("smem_bytes", config.smem_bytes()) +
-         field("max_registers", config.max_registers()) + "}";
+         field("stages", config.stages) +
+         field("blocks_per_sm", row.blocks_per_sm) + field("max_registers", row.max_registers()) + "}";
 }
 
 bool is_built(int head_dim) {
@@ -75,8 +77,8 @@ std::string build_info() {
     begin = end + 1;
   }
   for (int head_dim : kBuiltHeadDims) append(head_dims, std::to_string(head_dim));
-  for (const FwdConfig& config : kFwdSm80) {
-    if (is_built(config.head_dim)) append(tiles, row_as_json(config));
+  for (const FwdRow& row : kFwdSm80) {
+    if (is_built(row.config.head_dim)) append(tiles, row_as_json(row));
   }
   return "{\"cuda_runtime\": " + std::to_string(CUDART_VERSION) + ", \"archs\": " + in_brackets(archs) +
          ", \"head_dims\": " + in_brackets(head_dims) + ", \"tiles\": " + in_brackets(tiles) + "}";

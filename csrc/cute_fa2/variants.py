@@ -1,5 +1,6 @@
-"""What gets built: one instantiation file for each (architecture, op, dtype, head dim), and the list of head dims that
-dispatch.cpp switches over. Everything is written to the build folder; nothing generated is committed."""
+"""What gets built: one instantiation file for each (architecture, op, dtype, head dim), and the list
+of head dims that dispatch.cpp switches over. Everything is written to the build folder; nothing
+generated is committed."""
 
 from __future__ import annotations
 

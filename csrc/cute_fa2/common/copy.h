@@ -21,22 +21,26 @@ CUTE_DEVICE auto tiles_of_head(const TensorView<Pointer>& view, int batch, int h
 template <class GmemCopy, class TileShape>
 class TileLoader {
  public:
-  CUTE_DEVICE TileLoader(int thread, int head_dim) : thread_copy_(GmemCopy{}.get_slice(thread)), head_dim_(head_dim) {}
+  CUTE_DEVICE TileLoader(int thread, int head_dim) : thread_(thread), head_dim_(head_dim) {}
 
   // Issues the copy of `source` (rows, kHeadDim), of which `rows` rows exist, to `target`; asynchronous.
   template <class Source, class Target>
   CUTE_DEVICE void load(const Source& source, Target&& target, int rows) const {
     using namespace cute;
-    auto from = thread_copy_.partition_S(source);                               // (8, rows, columns)
-    auto to = thread_copy_.partition_D(target);                                 // (8, rows, columns)
-    auto at = thread_copy_.partition_S(make_identity_tensor(TileShape{}));      // (8, rows, columns) -> (row, column)
+    const auto thread_copy = GmemCopy{}.get_slice(platform::computed_here(thread_));
+    auto from = thread_copy.partition_S(source);                           // (8, rows, columns)
+    auto to = thread_copy.partition_D(target);                             // (8, rows, columns)
+    auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));  // (8, rows, columns) -> (row, column)
+    auto row = from(_, _0{}, _);                                            // (8, columns)
     CUTE_UNROLL
     for (int r = 0; r < size<1>(from); ++r) {
       CUTE_UNROLL
       for (int c = 0; c < size<2>(from); ++c) {
         const bool exists = get<0>(at(0, r, c)) < rows && get<1>(at(0, r, c)) < head_dim_;
-        copy(GmemCopy{}.with(exists), from(_, r, c), to(_, r, c));
+        copy(GmemCopy{}.with(exists), row(_, c), to(_, r, c));
       }
+      // One running pointer in place of an address for each row: 64-bit addresses are what registers are short of here.
+      row.data() = row.data() + stride<1>(from.layout());
     }
   }
 
@@ -46,13 +50,14 @@ class TileLoader {
   CUTE_DEVICE void multiply(Target&& target, float factor) const {
     using namespace cute;
     using Element = typename std::remove_reference_t<Target>::value_type;
-    auto mine = thread_copy_.partition_D(target);  // (8, rows, columns)
+    const auto thread_copy = GmemCopy{}.get_slice(platform::computed_here(thread_));
+    auto mine = thread_copy.partition_D(target);  // (8, rows, columns)
     CUTE_UNROLL
     for (int i = 0; i < size(mine); ++i) mine(i) = Element(float(mine(i)) * factor);
   }
 
  private:
-  decltype(GmemCopy{}.get_slice(0)) thread_copy_;
+  int thread_;
   int head_dim_;
 };
 

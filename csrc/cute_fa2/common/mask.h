@@ -4,6 +4,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/platform.h"
 #include "common/sequence.h"
 #include "params.h"
 
@@ -12,6 +13,8 @@ namespace flash_cute {
 struct BlockRange {
   int begin;
   int end;  // one past the last
+
+  CUTE_DEVICE bool contains(int block) const { return begin <= block && block < end; }
 };
 
 template <MaskKind kKind>
@@ -32,15 +35,17 @@ class Mask {
     return {begin(row_begin) / block_n, (cute::max(0, end(row_end - 1)) + block_n - 1) / block_n};
   }
 
-  // Whether every one of the rows sees every key of the block, so that no element needs a test.
-  CUTE_DEVICE bool all_visible(int row_begin, int row_end, int n_block, int block_n) const {
-    return begin(row_end - 1) <= n_block * block_n && (n_block + 1) * block_n <= end(row_begin);
+  // The key blocks of which every one of the rows sees every key, so that no element needs a test.
+  CUTE_DEVICE BlockRange fully_visible_blocks(int row_begin, int row_end, int block_n) const {
+    return {(begin(row_end - 1) + block_n - 1) / block_n, cute::max(0, end(row_begin)) / block_n};
   }
 
   // Sets the scores outside each row's interval to -inf. `scores` and `coords` (row and key of each score within the tile)
   // have the same (rows, columns) layout; the tile begins at (row_origin, key_origin).
   template <class Scores, class Coords>
   CUTE_DEVICE void apply(Scores& scores, const Coords& coords, int row_origin, int key_origin) const {
+    // Few blocks need this: what is computed on the way must not cost the others registers.
+    row_origin = platform::computed_here(row_origin);
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(scores); ++r) {
       const int row = row_origin + cute::get<0>(coords(r, 0));

@@ -15,7 +15,7 @@ template <int kRows>
 class OnlineSoftmax {
  public:
   CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params)
-      : scale_log2_(params.scale_log2), subtract_max_first_(params.subtract_max_first) {
+      : params_(params) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       max_[r] = -INFINITY;
@@ -31,21 +31,21 @@ class OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       float row_max = max_[r];
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) row_max = cute::max(row_max, scores(r, c));
-      row_max = cute::max(row_max, platform::shuffle_xor(row_max, 2));
-      row_max = cute::max(row_max, platform::shuffle_xor(row_max, 1));
+      for (int c = 0; c < cute::size<1>(scores); ++c) row_max = fmaxf(row_max, scores(r, c));
+      row_max = fmaxf(row_max, platform::shuffle_xor(row_max, 2));
+      row_max = fmaxf(row_max, platform::shuffle_xor(row_max, 1));
 
       // A row that has seen no key yet has the maximum -inf; 0 in its place keeps -inf - -inf (NaN) out.
       const float shift = row_max == -INFINITY ? 0.f : row_max;
-      const float rescale = platform::exp2((max_[r] - shift) * scale_log2_);
+      const float rescale = platform::exp2((max_[r] - shift) * params_.scale_log2);
       max_[r] = row_max;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale;
 
       // c s - c m is one fused multiply-add a score. It errs by the rounding of c m alone, by the same amount for the whole row,
       // which the sum takes out again; but where c is so large that this amount could overflow, the maximum goes first.
-      float scaled_shift = shift * scale_log2_;
-      if (subtract_max_first_) {
+      float scaled_shift = shift * params_.scale_log2;
+      if (params_.subtract_max_first) {
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= shift;
         scaled_shift = 0.f;
@@ -53,7 +53,7 @@ class OnlineSoftmax {
       float row_sum = 0.f;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) {
-        scores(r, c) = platform::exp2(scores(r, c) * scale_log2_ - scaled_shift);
+        scores(r, c) = platform::exp2(scores(r, c) * params_.scale_log2 - scaled_shift);
         row_sum += scores(r, c);
       }
       sum_[r] = sum_[r] * rescale + row_sum;
@@ -74,7 +74,7 @@ class OnlineSoftmax {
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= inverse;
       constexpr float kLn2 = 0.693147180559945309f;
-      lse(r) = sum == 0.f ? -INFINITY : (max_[r] * scale_log2_ + platform::log2(sum)) * kLn2;
+      lse(r) = sum == 0.f ? -INFINITY : (max_[r] * params_.scale_log2 + platform::log2(sum)) * kLn2;
     }
     return lse;
   }
@@ -82,8 +82,7 @@ class OnlineSoftmax {
  private:
   float max_[kRows];
   float sum_[kRows];
-  float scale_log2_;
-  bool subtract_max_first_;
+  const FwdParams& params_;  // read where needed: a constant-bank operand costs no register
 };
 
 }  // namespace flash_cute

@@ -31,6 +31,13 @@ CUTE_DEVICE float exp2(float x) {
 
 CUTE_DEVICE float log2(float x) { return ::log2f(x); }
 
+// The same value, with its origin hidden from the compiler: what is computed from it is computed where it stands, not ahead of
+// the loop, where it would hold a register.
+CUTE_DEVICE int computed_here(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Copies issued by this thread so far form a group; `wait_copies<N>` returns when at most the N newest groups are still
 // under way. What they wrote is then visible to this thread, to the others after a barrier.
 CUTE_DEVICE void commit_copies() { cute::cp_async_fence(); }

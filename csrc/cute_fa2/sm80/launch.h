@@ -41,9 +41,9 @@ void launch_fwd_sm80(const FwdParams& params, int config_index, int device, cuda
   [&]<size_t... I>(std::index_sequence<I...>) {
     (
         [&] {
-          if constexpr (kFwdSm80[I].head_dim == kHeadDim) {
+          if constexpr (kFwdSm80[I].config.head_dim == kHeadDim) {
             if (config_index == I) {
-              sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kFwdSm80[I]>, kMask>>(params, device, stream);
+              sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kFwdSm80[I].config>, kMask>>(params, device, stream);
             }
           }
         }(),

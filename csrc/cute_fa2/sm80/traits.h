@@ -26,6 +26,7 @@ struct FwdTraits {
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kThreads = kConfig.threads();
   static constexpr bool kQInRegisters = kConfig.q_in_registers;
+  static constexpr int kStages = kConfig.stages;
 
   // Warps stand along the query rows, so that a row's softmax stays within a warp (a quad, even) and each warp reads all of K
   // and V. 16 columns at a time, as one ldmatrix.x4 fills B operands for two n8.
@@ -57,8 +58,8 @@ struct FwdTraits {
       alignas(128) Element q[cute::cosize_v<SmemLayoutQ>];
       alignas(128) ElementOut o[cute::cosize_v<SmemLayoutO>];  // once the main loop is over
     };
-    alignas(128) Element k[cute::cosize_v<SmemLayoutK>];
-    alignas(128) Element v[cute::cosize_v<SmemLayoutV>];
+    alignas(128) Element k[kStages][cute::cosize_v<SmemLayoutK>];
+    alignas(128) Element v[kStages][cute::cosize_v<SmemLayoutV>];
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes());
 

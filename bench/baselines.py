@@ -1,0 +1,181 @@
+"""Who is measured: flash_cute and its peers, each behind the same two questions.
+
+`why_not(case, device)` says in a few words why a provider cannot take a case (None: it can);
+`bind(case, q, k, v)` does everything that is not to be timed (masks, compilation) and returns the
+call to be timed. What only the run itself can tell (a backend that refuses) is an exception there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.cases import Case
+
+#: out, and softmax_lse where the provider returns it.
+Result = tuple[torch.Tensor, torch.Tensor | None]
+Call = Callable[[], Result]
+Bind = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Call]
+
+
+def _any_case(case: Case, device: torch.device) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Provider:
+    name: str
+    about: str
+    bind: Bind
+    why_not: Callable[[Case, torch.device], str | None] = _any_case
+    #: Entered around the timed loop, so that choosing a backend is not timed with the call.
+    pinned: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+# -- flash_cute ----------------------------------------------------------------------------------
+
+
+def _flash_cute_why_not(case: Case, device: torch.device) -> str | None:
+    if case.dtype == "fp32" and device.type == "cuda":
+        return "fp16 and bf16 only"
+    return None
+
+
+def _bind_flash_cute(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    import flash_cute
+
+    return lambda: flash_cute.forward(q, k, v, is_causal=case.causal)
+
+
+def with_smem_limit(smem_limit: int) -> Provider:
+    """flash_cute on the tiles that fit `smem_limit` bytes of shared memory per block."""
+
+    def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+        import flash_cute  # noqa: F401  (loads the op)
+
+        window_right = 0 if case.causal else -1
+        offset = case.kv_len - case.q_len if case.causal else 0
+        fwd = torch.ops.flash_cute.fwd.default
+        return lambda: fwd(q, k, v, case.scale, -1, window_right, offset, smem_limit)
+
+    return Provider(
+        "flash_cute", f"flash_cute, tiles within {smem_limit} bytes", bind, _flash_cute_why_not
+    )
+
+
+# -- torch SDPA, one backend at a time -----------------------------------------------------------
+
+
+def _bind_sdpa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    causal = case.causal and not case.causal_is_full
+    grouped = case.heads != case.kv_heads
+
+    def call() -> Result:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        return out, None
+
+    return call
+
+
+def _sdpa(name: str, about: str, backend: SDPBackend, head_dim_limit: int = 0) -> Provider:
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if case.causal and case.q_len not in (1, case.kv_len):
+            return "SDPA's is_causal is aligned to the top left corner"
+        if head_dim_limit and case.head_dim > head_dim_limit:
+            return f"head dim above {head_dim_limit}"
+        if head_dim_limit and case.dtype == "fp32" and device.type == "cuda":
+            return "fp16 and bf16 only"
+        return None
+
+    return Provider(name, about, _bind_sdpa, why_not, lambda: sdpa_kernel(backend))
+
+
+# -- the plain formula ---------------------------------------------------------------------------
+
+
+def naive_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The formula step by step in the input's dtype, with the whole score matrix in memory."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = (q * scale) @ k.mT
+    if causal:
+        q_len, kv_len = scores.shape[-2:]
+        visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
+        scores.masked_fill_(~visible.tril_(kv_len - q_len), float("-inf"))
+    scores = scores.float()
+    lse = scores.logsumexp(-1)
+    # A row that sees no key has weights of 0, not NaN.
+    weights = scores.softmax(-1).masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
+    return weights.to(q.dtype) @ v, lse
+
+
+def _bind_naive(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    # Without its LSE: from scores rounded to the input's dtype it is no LSE to hold to.
+    return lambda: (naive_attention(q, k, v, case.causal, case.scale)[0], None)
+
+
+# -- compiled FlexAttention ----------------------------------------------------------------------
+
+
+def _bind_flex(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    import torch._dynamo
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # One compilation a shape; forgetting the earlier ones keeps below Dynamo's recompile limit.
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    diagonal = case.kv_len - case.q_len
+
+    def causal_mask(b, h, q_index, kv_index):  # type: ignore[no-untyped-def]
+        return q_index + diagonal >= kv_index
+
+    mask = None
+    if case.causal and not case.causal_is_full:
+        mask = create_block_mask(causal_mask, None, None, case.q_len, case.kv_len, q.device)
+    grouped = case.heads != case.kv_heads
+    return lambda: (compiled(q, k, v, block_mask=mask, enable_gqa=grouped), None)
+
+
+# -- our Triton kernel ---------------------------------------------------------------------------
+
+
+def _triton_why_not(case: Case, device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda":
+        return "needs a GPU"
+    if case.dtype == "fp32":
+        return "fp16 and bf16 only"
+    return None
+
+
+def _bind_triton(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    from bench import triton_attention
+
+    return lambda: triton_attention.forward(q, k, v, case.causal, case.scale)
+
+
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        Provider("flash_cute", "flash_cute.forward", _bind_flash_cute, _flash_cute_why_not),
+        _sdpa("fa2", "torch SDPA, flash backend", SDPBackend.FLASH_ATTENTION, 256),
+        _sdpa("cudnn", "torch SDPA, cuDNN backend", SDPBackend.CUDNN_ATTENTION, 256),
+        _sdpa("efficient", "torch SDPA, efficient backend", SDPBackend.EFFICIENT_ATTENTION),
+        _sdpa("math", "torch SDPA, math backend", SDPBackend.MATH),
+        Provider("flex", "compiled FlexAttention", _bind_flex),
+        Provider("triton", "bench/triton_attention.py", _bind_triton, _triton_why_not),
+        Provider("naive", "the formula in the input's dtype", _bind_naive),
+    )
+}
+
+DEFAULT_PROVIDERS = ("flash_cute", "fa2", "cudnn")

@@ -1,0 +1,164 @@
+"""What is measured: one `Case` is one attention problem; a suite is a list of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """q is (batch, heads, q_len, head_dim); k and v are (batch, kv_heads, kv_len, head_dim)."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    causal: bool
+    dtype: str = "bf16"
+    #: Order in memory: "bhnd" (dense) or "bnhd" (a projection's output, heads transposed).
+    layout: str = "bhnd"
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.heads}"
+        if self.kv_heads != self.heads:
+            heads += f"/{self.kv_heads}"
+        length = f"N{self.q_len}"
+        if self.kv_len != self.q_len:
+            length = f"Nq{self.q_len} Nk{self.kv_len}"
+        mask = "causal" if self.causal else "full"
+        layout = "" if self.layout == "bhnd" else f" {self.layout}"
+        return f"{self.dtype} B{self.batch} {length} {heads} D{self.head_dim} {mask}{layout}"
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def causal_is_full(self) -> bool:
+        """One query aligned to the bottom right corner sees every key."""
+        return self.causal and self.q_len == 1
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one head that the mask lets through, counted exactly."""
+        if not self.causal:
+            return self.q_len * self.kv_len
+        # Query i sees keys j <= i + kv_len - q_len: the last `rows` queries see at least one.
+        rows = min(self.q_len, self.kv_len)
+        return rows * self.kv_len - rows * (rows - 1) // 2
+
+    def flops(self) -> int:
+        """4 B H Nq Nk D; for causal half of that if Nq = Nk (the field's convention), else the
+        exact count of visible pairs."""
+        if self.causal and self.q_len == self.kv_len:
+            return 2 * self.batch * self.heads * self.q_len * self.kv_len * self.head_dim
+        return 4 * self.batch * self.heads * self.visible_pairs() * self.head_dim
+
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, each read once: what decoding has to move."""
+        element = DTYPES[self.dtype].itemsize
+        return 2 * self.batch * self.kv_heads * self.kv_len * self.head_dim * element
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, **asdict(self)}
+
+
+def make_inputs(
+    case: Case, device: torch.device, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random normal q, k, v, drawn on the device. Never zeros: they run faster than real data."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(heads: int, length: int) -> torch.Tensor:
+        bnhd = case.layout == "bnhd"
+        inner = (length, heads) if bnhd else (heads, length)
+        shape = (case.batch, *inner, case.head_dim)
+        dtype = DTYPES[case.dtype]
+        x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return x.transpose(1, 2) if bnhd else x
+
+    return (
+        draw(case.heads, case.q_len),
+        draw(case.kv_heads, case.kv_len),
+        draw(case.kv_heads, case.kv_len),
+    )
+
+
+def square(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
+    """Self-attention: as many queries as keys; as many key heads as query heads unless told."""
+    kv_heads = more.pop("kv_heads", heads)
+    return Case(batch, heads, kv_heads, length, length, head_dim, causal, **more)
+
+
+def train() -> Iterator[Case]:
+    """36 training shapes: B x N = 16384 tokens, H x D = 2048."""
+    for head_dim in (64, 128, 256):
+        for length in (512, 1024, 2048, 4096, 8192, 16384):
+            for causal in (False, True):
+                yield square(16384 // length, length, 2048 // head_dim, head_dim, causal)
+
+
+def quick() -> Iterator[Case]:
+    """A few training shapes for a look while working."""
+    for head_dim in (64, 128, 256):
+        for length in (512, 4096):
+            yield square(16384 // length, length, 2048 // head_dim, head_dim, causal=True)
+        yield square(4, 4096, 2048 // head_dim, head_dim, causal=False)
+
+
+def decode() -> Iterator[Case]:
+    """One new token against a long context, four query heads to a key head."""
+    for kv_len in (4096, 32768, 131072):
+        for batch in (1, 8, 64):
+            yield Case(batch, 32, 8, 1, kv_len, 128, causal=True)
+
+
+def fp16() -> Iterator[Case]:
+    for heads, head_dim in ((16, 128), (32, 64)):
+        for causal in (False, True):
+            yield square(4, 4096, heads, head_dim, causal, dtype="fp16")
+
+
+def doc() -> Iterator[Case]:
+    """One long document with few heads: little parallelism over batch and heads."""
+    for causal in (False, True):
+        yield square(1, 8192, 8, 64, causal, dtype="fp16")
+
+
+def gqa() -> Iterator[Case]:
+    """Grouped and multi-query heads, and queries that continue a longer context."""
+    for kv_heads in (8, 1):
+        for causal in (False, True):
+            yield square(4, 4096, 32, 128, causal, kv_heads=kv_heads)
+    yield square(1, 16384, 32, 128, causal=True, kv_heads=8)
+    yield Case(1, 32, 8, 1024, 16384, 128, causal=True)
+
+
+def layouts() -> Iterator[Case]:
+    """The (B, N, H, D) projections of a transformer, transposed to (B, H, N, D) as views."""
+    for head_dim in (64, 128):
+        for length in (1024, 4096):
+            heads = 2048 // head_dim
+            yield square(16384 // length, length, heads, head_dim, causal=True, layout="bnhd")
+
+
+def tuning() -> Iterator[Case]:
+    """Every head-dim bucket, short and long, for choosing a row of the tile table."""
+    for head_dim in (32, 64, 96, 128, 192, 256):
+        for length in (512, 4096):
+            for causal in (False, True):
+                yield square(16384 // length, length, 2048 // head_dim, head_dim, causal)
+
+
+SUITES = {
+    suite.__name__: suite for suite in (train, quick, decode, fp16, doc, gqa, layouts, tuning)
+}

@@ -1,0 +1,69 @@
+"""Results against the reference in fp64, in pieces small enough that large cases fit in memory.
+
+What passes is decided by `flash_cute.tolerance`, for peers as for us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from bench.baselines import Result
+from bench.cases import Case
+
+#: Scores of a piece; a few fp64 tensors of that size live at once.
+PIECE = 1 << 26
+
+
+def pieces(case: Case, limit: int = PIECE) -> Iterator[tuple[slice, slice, slice]]:
+    """(batch entry, query rows, keys) that cover a case. Only the keys that the rows can see are
+    in it, and bottom-right alignment then makes each piece an attention problem of its own."""
+    step = max(1, min(case.q_len, limit // (case.heads * case.kv_len)))
+    for b in range(case.batch):
+        for first in range(0, case.q_len, step):
+            last = min(first + step, case.q_len)
+            keys = max(0, last + case.kv_len - case.q_len) if case.causal else case.kv_len
+            yield slice(b, b + 1), slice(first, last), slice(0, keys)
+
+
+@torch.no_grad()
+def check(
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    results: Mapping[str, Result],
+    limit: int = PIECE,
+) -> dict[str, dict[str, Any]]:
+    """Per provider: `error`, `error_bound`, `lse_error` (None: no LSE comes back) and `correct`."""
+    from flash_cute import reference, tolerance
+
+    checked: dict[str, dict[str, Any]] = {
+        name: {
+            "error": 0.0,
+            "error_bound": 0.0,
+            "lse_error": None if lse is None else 0.0,
+            "correct": True,
+        }
+        for name, (_, lse) in results.items()
+    }
+    for entry, rows, keys in pieces(case, limit):
+        part = q[entry, :, rows], k[entry, :, keys], v[entry, :, keys]
+        exact_lse = torch.empty(0)
+        if any(lse is None for _, lse in results.values()):
+            exact_lse = reference.attention(*part, case.causal, case.scale)[1]
+        for name, (out, lse) in results.items():
+            # Who returns no LSE is held to its output alone.
+            piece = out[entry, :, rows], exact_lse if lse is None else lse[entry, :, rows]
+            found = tolerance.compare(*piece, *part, case.causal, case.scale)
+            row = checked[name]
+            row["error"] = max(row["error"], found.out_error)
+            row["error_bound"] = max(row["error_bound"], found.out_bound)
+            if lse is not None:
+                row["lse_error"] = max(row["lse_error"], found.lse_error)
+            row["correct"] = row["correct"] and found.lse_error <= found.lse_bound
+    for row in checked.values():
+        row["correct"] = row["correct"] and row["error"] <= row["error_bound"]
+    return checked

@@ -1,0 +1,228 @@
+"""Measure flash_cute beside its peers.
+
+    python -m bench.run --suite quick --check
+    python -m bench.run --B 4 --H 16 --N 4096 --D 128 --causal --baselines fa2,cudnn
+    python -m bench.run --suite train --json bench/results/train.json --plot bench/results/train.png
+    python -m bench.run --host-time
+    python -m bench.run --memory
+
+With --suite, the shape options pick from the suite: --suite tuning --D 128 --causal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import environment, tables
+from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, with_smem_limit
+from bench.cases import DTYPES, SUITES, Case
+from bench.harness import Options, Row, Timer, default_device, measure, wake_up
+from bench.progress import progress
+
+OURS = "flash_cute"
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def provider_names(text: str) -> list[str]:
+    if text == "all":
+        return list(PROVIDERS)
+    if text == "none":
+        return [OURS]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PROVIDERS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PROVIDERS)}")
+    return list(dict.fromkeys([OURS, *names]))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.run", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    what = parser.add_argument_group("what is measured")
+    suites = "; ".join(f"{name} ({len(list(suite()))} points)" for name, suite in SUITES.items())
+    what.add_argument("--suite", choices=SUITES, help=suites)
+    what.add_argument("--B", type=positive, help="batch (default 4)")
+    what.add_argument("--H", type=positive, help="query heads (default 16)")
+    what.add_argument("--Hkv", type=positive, help="key and value heads (default H)")
+    what.add_argument("--N", type=positive, help="queries (default 4096)")
+    what.add_argument("--Nk", type=positive, help="keys (default N)")
+    what.add_argument("--D", type=positive, help="head dim (default 128)")
+    what.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: no")
+    what.add_argument("--dtype", choices=DTYPES, help="default bf16; a suite's own is replaced")
+    what.add_argument("--layout", choices=("bhnd", "bnhd"),
+                      help="order in memory (default bhnd); a suite's own is replaced")  # fmt: skip
+    what.add_argument("--host-time", action="store_true", help="host time of a call instead")
+    what.add_argument("--memory", action="store_true", help="peak extra memory instead")
+
+    how = parser.add_argument_group("how")
+    how.add_argument("--baselines", type=provider_names, metavar="A,B",
+                     default=list(DEFAULT_PROVIDERS),
+                     help=f"beside {OURS}: " + "; ".join(
+                         f"{p.name} = {p.about}" for p in PROVIDERS.values() if p.name != OURS
+                     ) + "; or all, or none (default fa2,cudnn)")  # fmt: skip
+    how.add_argument("--rounds", type=positive, default=5, help="interleaved rounds (default 5)")
+    how.add_argument("--iters", type=positive, help="calls a round (default: by --time-budget)")
+    how.add_argument("--time-budget", type=positive, default=150, metavar="SECONDS",
+                     help="roughly, for everything together (default 150)")  # fmt: skip
+    how.add_argument("--check", action="store_true", help="against fp64 before the clock starts")
+    how.add_argument("--smem-limit", type=positive, metavar="BYTES",
+                     help="flash_cute as on a GPU with so much shared memory per block "
+                          "(101376: sm_86, sm_89, sm_120)")  # fmt: skip
+    how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    how.add_argument("--seed", type=int, default=0)
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="PATH", help="save the rows")
+    output.add_argument("--plot", type=Path, metavar="PATH", help="save a figure (PNG)")
+    output.add_argument("--commit", help="recorded where this is no git checkout")
+    return parser
+
+
+def select_cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Case]:
+    if args.suite is None:
+        heads, length = args.H or 16, args.N or 4096
+        kv_heads = args.Hkv or heads
+        if heads % kv_heads:
+            parser.error(f"--H {heads} is no multiple of --Hkv {kv_heads}")
+        return [
+            Case(
+                args.B or 4, heads, kv_heads, length, args.Nk or length, args.D or 128,
+                bool(args.causal), args.dtype or "bf16", args.layout or "bhnd",
+            )
+        ]  # fmt: skip
+    wanted = {
+        "batch": args.B, "heads": args.H, "kv_heads": args.Hkv, "q_len": args.N,
+        "kv_len": args.Nk, "head_dim": args.D, "causal": args.causal,
+    }  # fmt: skip
+    wanted = {key: value for key, value in wanted.items() if value is not None}
+    cases = [
+        case
+        for case in SUITES[args.suite]()
+        if all(getattr(case, key) == value for key, value in wanted.items())
+    ]
+    if not cases:
+        parser.error(f"no case of suite {args.suite} has {wanted}")
+    replaced = {key: getattr(args, key) for key in ("dtype", "layout") if getattr(args, key)}
+    return [dataclasses.replace(case, **replaced) for case in cases]
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """A row a line, so that files stay short; in one step, so that an interrupted run leaves a
+    whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    rows = ",\n".join(json.dumps(row) for row in result["rows"])
+    part.write_text(f'{{"meta": {json.dumps(result["meta"])},\n"rows": [\n{rows}\n]}}\n')
+    part.replace(path)
+
+
+def without_folders(argv: list[str]) -> list[str]:
+    """The command line to record; where somebody keeps results is no part of it."""
+    return [
+        Path(text).name if before in ("--json", "--plot") else text
+        for before, text in zip(["", *argv], argv, strict=False)
+    ]
+
+
+def run_cases(
+    cases: list[Case], providers: list[Provider], options: Options, result: dict[str, Any],
+    path: Path | None,
+) -> None:  # fmt: skip
+    timer = Timer(options.device)
+    wake_up(options.device)
+    for case in progress(cases, "bench"):
+        result["rows"] += measure(case, providers, options, timer)
+        if path is not None:
+            save(path, result)
+
+
+def went_wrong(rows: list[Row]) -> bool:
+    """Ours must run and be right; what a peer cannot do is only reported."""
+    ours = [row for row in rows if row["provider"] == OURS]
+    return any(row["status"] == "failed" or row.get("correct") is False for row in ours)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    device = torch.device(args.device) if args.device else default_device()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    if args.host_time and args.memory:
+        parser.error("--host-time and --memory are two runs")
+    if args.memory and device.type != "cuda":
+        parser.error("--memory reads the GPU's allocator, and torch sees no GPU here")
+    if args.plot and (args.host_time or args.memory):
+        parser.error("--plot draws speeds; --host-time and --memory have none")
+    if args.smem_limit and device.type != "cuda":
+        parser.error("--smem-limit chooses among the GPU's kernels, and torch sees no GPU here")
+    cases = select_cases(parser, args)
+
+    providers = [PROVIDERS[name] for name in args.baselines]
+    if args.smem_limit:
+        providers[0] = with_smem_limit(args.smem_limit)
+    # Half of the time goes to flushing the cache, drawing inputs and warming up.
+    turns = len(cases) * len(providers) * args.rounds
+    budget_ms = min(20.0, 0.5e3 * args.time_budget / turns)
+    options = Options(
+        device=device, rounds=args.rounds, iters=args.iters, budget_ms=budget_ms,
+        check=args.check, seed=args.seed,
+    )  # fmt: skip
+
+    meta = environment.describe(device, without_folders(sys.argv[1:] if argv is None else argv))
+    meta |= {"suite": args.suite, "rounds": args.rounds, "smem_limit": args.smem_limit}
+    meta["commit"] = meta["commit"] or args.commit
+    result: dict[str, Any] = {"meta": meta, "rows": []}
+    what = "host time" if args.host_time else "memory" if args.memory else f"{len(cases)} case(s)"
+    names = ", ".join(provider.name for provider in providers)
+    print(f"{meta.get('gpu', 'CPU, wall clock')}, torch {meta['torch']}: {what} of {names}")
+
+    if args.host_time:
+        from bench.host_time import measure_host_time
+
+        wake_up(device)
+        result["rows"] = measure_host_time(providers, options)
+        text = tables.host_time_table(result["rows"])
+    elif args.memory:
+        from bench.memory import measure_memory
+
+        result["rows"] = measure_memory(providers, options)
+        text = tables.memory_table(result["rows"])
+    else:
+        run_cases(cases, providers, options, result, args.json)
+        text = tables.speed_table(result["rows"])
+    meta["clocks_after"] = environment.clocks(device)
+
+    print(text)
+    if args.plot:
+        from bench.plot import plot
+
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            plot(result, args.plot)
+        except ValueError as error:
+            print(f"no figure: {error}", file=sys.stderr)
+    if args.json:
+        save(args.json, result)
+        print(f"wrote {args.json}")
+    print(tables.summary(result["rows"]))
+    return 1 if went_wrong(result["rows"]) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

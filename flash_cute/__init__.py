@@ -1,0 +1,14 @@
+"""flash_cute: exact attention for PyTorch, on CUTLASS/CuTe kernels (NVIDIA Ampere or newer) and on
+the CPU.
+
+    out, softmax_lse = flash_cute.forward(q, k, v, is_causal=True)
+
+`flash_cute.reference` holds the same function as a plain formula and block by block, and `python -m
+flash_cute` shows what serves this machine and checks it against the formula.
+"""
+
+from flash_cute import reference
+from flash_cute.interface import forward
+from flash_cute.version import __version__
+
+__all__ = ["__version__", "forward", "reference"]

@@ -1,0 +1,106 @@
+"""The op `flash_cute::fwd` for CPU tensors, through PyTorch's own flash attention for the CPU.
+
+That kernel needs some care (seen under torch 2.13): an empty Nq or Nk kills the process;
+its LSE is short of precision for fp16 and bf16 inputs; causal masks with a scale <= 0 give NaN;
+rows without a key get the LSE 0; a last stride other than 1 is silently wrong. So it is given
+contiguous rows in fp32, a positive scale, and masks made here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flash_cute import reference
+
+#: Query rows of one call under a mask. What a mask costs grows with ROWS x Nk, never with Nq x Nk.
+ROWS = 256
+
+#: Above this scale, scores of everyday inputs could leave the range of fp32, and are computed in
+#: fp64.
+LARGE_SCALE = 1e20
+
+_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    diagonal_offset: int = 0,
+    smem_limit: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) for q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D); the mask is that of
+    `reference.visible_keys`.
+
+    `smem_limit` concerns GPUs alone and is ignored.
+    """
+    out = torch.empty_like(q)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32)
+    batch, heads_q, len_q, head_dim = q.shape
+    heads_kv, len_k = k.shape[1:3]
+    if out.numel() == 0 or len_k == 0:
+        return out.zero_(), lse
+
+    in_fp64 = q.dtype == torch.float64 or abs(softmax_scale) > LARGE_SCALE
+    dtype = torch.float64 if in_fp64 else torch.float32
+    masked = window_left >= 0 or window_right >= 0
+    if masked and not k.isfinite().all():
+        # The kernel adds its mask, and NaN or Inf + -inf is NaN: a key would reach rows that do not
+        # see it.
+        exact_out, exact_lse = reference.attention_blockwise(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            window_left=window_left,
+            window_right=window_right,
+            diagonal_offset=diagonal_offset,
+            dtype=dtype,
+        )
+        return out.copy_(exact_out), lse.copy_(exact_lse)
+    # The scale's sign and power of two go into q, which is exact; what is left is in [1, 2).
+    mantissa, exponent = math.frexp(softmax_scale)
+    q_factor = math.copysign(math.ldexp(1.0, exponent - 1), mantissa) if mantissa else 0.0
+    scale = 2 * abs(mantissa) if mantissa else 1.0
+    # Query heads that share a head of k and v stand in a dimension of their own, over which k and v
+    # expand.
+    kv_shape = (batch * heads_kv, 1, len_k, head_dim)
+    group = (-1, heads_q // heads_kv, -1, -1)
+    q = (q.to(dtype) * q_factor).contiguous().view(batch * heads_kv, -1, len_q, head_dim)
+    k = k.to(dtype).contiguous().view(kv_shape).expand(group)
+    v = v.to(dtype).contiguous().view(kv_shape).expand(group)
+
+    rows_at_once = ROWS if masked else len_q
+    for first in range(0, len_q, rows_at_once):
+        last = min(first + rows_at_once, len_q)
+        begin, end = reference.visible_keys(
+            torch.arange(first, last), len_k, window_left, window_right, diagonal_offset
+        )
+        # What any of these rows sees lies between.
+        first_key, last_key = int(begin[0]), int(end[-1])
+        if last_key <= first_key:
+            out[:, :, first:last] = 0
+            continue
+        mask = None
+        if masked:
+            keys = torch.arange(first_key, last_key)
+            visible = (begin[:, None] <= keys) & (keys < end[:, None])
+            mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -math.inf)
+        tile_out, tile_lse = _attention(
+            q[:, :, first:last],
+            k[:, :, first_key:last_key],
+            v[:, :, first_key:last_key],
+            attn_mask=mask,
+            scale=scale,
+        )
+        no_key = begin >= end
+        tile_out = tile_out.masked_fill(no_key[:, None], 0)
+        out[:, :, first:last] = tile_out.reshape(batch, heads_q, -1, head_dim)
+        lse[:, :, first:last] = tile_lse.masked_fill(no_key, -math.inf).reshape(batch, heads_q, -1)
+    return out, lse

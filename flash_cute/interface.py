@@ -1,0 +1,62 @@
+"""The public function."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flash_cute import checks, ops
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention: softmax(softmax_scale * q @ k^T) @ v for each head, without the matrix of
+    scores in memory.
+
+    The algorithm is FlashAttention-2's (Dao, "FlashAttention-2: Faster Attention with Better
+    Parallelism and Work Partitioning", 2023); `flash_cute.reference` spells it out.
+
+    Args:
+        q: (B, Hq, Nq, D), fp16 or bf16 on a GPU of compute capability 8.0 or newer; on the CPU fp32
+            and fp64 too. Any strides and storage offset. D is 1 to 256, Nq below 2**30.
+        k: (B, Hkv, Nk, D), of q's dtype and device. Hq must be a multiple of Hkv: query head h
+            reads head h // (Hq // Hkv) of k and v (grouped-query and multi-query attention; nothing
+            is repeated in memory).
+        v: as k.
+        is_causal: query i sees only the keys j <= i + Nk - Nq (aligned to the bottom right corner;
+            PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
+        softmax_scale: any finite number; 1 / sqrt(D) if None.
+
+    Returns:
+        out: q's shape and dtype, with the strides of `torch.empty_like(q)`: dense, its dimensions
+            in the order in which q's lie in memory. So a projection (B, N, H, D), transposed to
+            (B, H, N, D), comes back ready to be viewed as (B, N, H * D).
+        softmax_lse: (B, Hq, Nq), fp32, contiguous: the natural logarithm of the sum of the
+            exponentials of a row's scaled scores.
+
+        A row that sees no key has out = 0 and softmax_lse = -inf.
+
+    Raises:
+        TypeError: an argument's type or dtype is not one of those above.
+        ValueError: shapes or devices do not go together, the scale is NaN or infinite, or the GPU
+            is too old.
+        NotImplementedError: a gradient is wanted (an input requires grad while grad mode is on, or
+            carries a forward-mode tangent): there is no backward yet.
+
+    Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
+    current stream of q's device; nothing waits for it.
+    """
+    arguments = checks.op_arguments(q, k, v, is_causal, softmax_scale)
+    if arguments is None:
+        # Autocast may make right what is not, such as fp32 on a GPU. What is right as it is meets
+        # autocast in the op.
+        q, k, v = ops.autocast(q), ops.autocast(k), ops.autocast(v)
+        arguments = checks.op_arguments(q, k, v, is_causal, softmax_scale)
+        if arguments is None:
+            checks.refuse(q, k, v, is_causal, softmax_scale)
+    results: tuple[Tensor, Tensor] = ops.fwd(q, k, v, *arguments)
+    return results

@@ -1,0 +1,135 @@
+"""Loads the compiled library and gives its op what only Python can: fake tensors, the CPU, vmap.
+
+`torch.ops.flash_cute.fwd` is defined, and implemented for CUDA, in csrc/cute_fa2/torch_binding.cpp.
+Its arguments are those of `cpu.attention` here, which is the same function for CPU tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+import torch
+from torch import Tensor
+
+from flash_cute import cpu
+
+LIBRARY = Path(__file__).parent / "_flash_cute.so"
+
+
+def _load(library: Path) -> None:
+    if sys.platform == "win32":
+        raise ImportError(
+            "flash_cute does not run on Windows: use it under WSL 2, or use "
+            "torch.nn.functional.scaled_dot_product_attention instead"
+        )
+    if not library.exists():
+        raise ImportError(
+            f"flash_cute's compiled library is missing ({library}): install the package with `pip "
+            "install .` in the source tree, or, if it is installed, run Python outside of that tree"
+        )
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise ImportError(
+            f"flash_cute's compiled library does not load under torch {torch.__version__} (it "
+            "needs 2.10 or newer, and the operating system and processor that it was built for): "
+            f"{error}"
+        ) from error
+
+
+_load(LIBRARY)
+
+#: The op, without the look-ups that `torch.ops.flash_cute.fwd(...)` would repeat at each call.
+fwd = torch.ops.flash_cute.fwd.default
+
+
+class Tile(TypedDict):
+    """A row of the kernels' tile table (csrc/cute_fa2/config.h)."""
+
+    arch: str
+    op: str
+    head_dim: int  #: serves head dims up to this one
+    block_m: int  #: query rows of a tile
+    block_n: int  #: keys of a tile
+    warps: int
+    smem_bytes: int
+    max_registers: int
+
+
+class BuildInfo(TypedDict):
+    """What the compiled library holds."""
+
+    cuda_runtime: int  #: as CUDA counts: 13000 is 13.0
+    archs: list[str]
+    head_dims: list[int]
+    tiles: list[Tile]
+
+
+def build_info() -> BuildInfo:
+    return cast(BuildInfo, json.loads(torch.ops.flash_cute.build_info()))
+
+
+def tiles_for(smem_limit: int) -> list[Tile]:
+    """The rows that serve a device which lends a block `smem_limit` bytes of shared memory, one for
+    each head dim.
+    """
+    return cast("list[Tile]", json.loads(torch.ops.flash_cute.tiles_for(smem_limit)))
+
+
+torch.library.impl("flash_cute::fwd", "CPU", cpu.attention)
+
+
+@torch.library.register_fake("flash_cute::fwd")
+def _fwd_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    window_left: int = -1,
+    window_right: int = -1,
+    diagonal_offset: int = 0,
+    smem_limit: int = 0,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def autocast(x: Any) -> Any:
+    """x as PyTorch's SDPA takes it under `torch.autocast`: floating-point tensors but for fp64 in
+    autocast's dtype. Without autocast, x."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def _fwd_autocast(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
+    q, k, v = autocast(q), autocast(k), autocast(v)
+    with torch.autocast(q.device.type, enabled=False):
+        return fwd(q, k, v, *args)
+
+
+torch.library.impl("flash_cute::fwd", "AutocastCUDA", _fwd_autocast)
+torch.library.impl("flash_cute::fwd", "AutocastCPU", _fwd_autocast)
+
+
+def _fwd_vmap(
+    info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """One call for the whole map: the mapped dimension joins the batch."""
+
+    def fold(x: Tensor, dim: int | None) -> Tensor:
+        x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.flatten(0, 1)
+
+    batch = q.shape[0] if in_dims[0] is None else q.movedim(in_dims[0], 0).shape[1]
+    out, lse = fwd(*(fold(x, dim) for x, dim in zip((q, k, v), in_dims, strict=False)), *args)
+    shape = (info.batch_size, batch)
+    return (out.unflatten(0, shape), lse.unflatten(0, shape)), (0, 0)
+
+
+torch.library.register_vmap("flash_cute::fwd", _fwd_vmap)

@@ -1,0 +1,131 @@
+"""The one rule for how far a result may be from the exact one. Tests, benchmarks and `python -m
+flash_cute` use it.
+
+The exact result is the plain formula in fp64 (`reference.attention`). The output's greatest error
+may be twice that of a yardstick plus a rounding floor. The yardstick is what one would write in the
+inputs' dtype, step by step:
+
+    softmax((q * scale) @ k^T, in fp32, rounded to the dtype) @ v
+
+The LSE's greatest error may be 1e-5, and more only where scores are far from ordinary size. NaN and
+infinities must stand where they stand in the exact result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_cute import reference
+
+LSE_TOLERANCE = 1e-5
+#: Scores up to this size (|q| |k| |scale|, lengths of vectors) are ordinary; beyond it fp32's own
+#: resolution counts.
+ORDINARY_SCORE = 32.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Greatest absolute errors, and what they may be. NaN and infinities in the wrong place count
+    as an infinite error.
+    """
+
+    out_error: float
+    out_bound: float
+    lse_error: float
+    lse_bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.out_error <= self.out_bound and self.lse_error <= self.lse_bound
+
+    def __str__(self) -> str:
+        return (
+            f"out error {self.out_error:.2e} (at most {self.out_bound:.2e}), "
+            f"lse error {self.lse_error:.2e} (at most {self.lse_bound:.2e})"
+        )
+
+
+def compare(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    window_left: int = -1,
+    window_right: int = -1,
+    diagonal_offset: int = 0,
+) -> Comparison:
+    """Compares (out, lse), computed for these arguments, with the exact result. Goes through the
+    batch one by one, for the sake of memory: an item takes some Hq x Nq x Nk numbers of 8 bytes.
+    """
+    scale = 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    if is_causal:
+        window_left, window_right, diagonal_offset = -1, 0, k.shape[2] - q.shape[2]
+    out_error = lse_error = yardstick_error = largest_out = 0.0
+    for b in range(q.shape[0]):
+        item = slice(b, b + 1)
+        inputs = q[item], k[item], v[item]
+        exact_out, exact_lse = reference.attention(
+            *inputs,
+            softmax_scale=scale,
+            window_left=window_left,
+            window_right=window_right,
+            diagonal_offset=diagonal_offset,
+        )
+        rough_out = _yardstick(*inputs, scale, (window_left, window_right, diagonal_offset))
+        out_error = max(out_error, _greatest_error(out[item], exact_out))
+        lse_error = max(lse_error, _greatest_error(lse[item], exact_lse.float().double()))
+        # Where the yardstick overflows its dtype it says nothing.
+        difference = (rough_out.double() - exact_out).abs()
+        yardstick_error = max(yardstick_error, _greatest(difference[difference.isfinite()]))
+        largest_out = max(largest_out, _greatest(exact_out[exact_out.isfinite()]))
+    # One rounding; where the yardstick is as exact as fp32 or fp64, sums in another order add some
+    # more.
+    ulps = 0.5 if q.dtype in (torch.float16, torch.bfloat16) else 16
+    out_bound = 2 * yardstick_error + ulps * torch.finfo(q.dtype).eps * largest_out
+    score = abs(scale) * _longest(q) * _longest(k)
+    return Comparison(
+        out_error, out_bound, lse_error, LSE_TOLERANCE * max(1.0, score / ORDINARY_SCORE)
+    )
+
+
+def _yardstick(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[int, int, int]) -> Tensor:
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    keys = torch.arange(k.shape[2], device=q.device)
+    begin, end = reference.visible_keys(
+        torch.arange(q.shape[2], device=q.device), k.shape[2], *band
+    )
+    visible = (begin[:, None] <= keys) & (keys < end[:, None])
+    scores = ((q * scale) @ k.mT).masked_fill(~visible, -math.inf)
+    softmax_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    weights = torch.softmax(scores, dim=-1, dtype=softmax_dtype).to(q.dtype)
+    return weights.masked_fill((begin >= end)[:, None], 0.0) @ v
+
+
+def _greatest_error(actual: Tensor, exact: Tensor) -> float:
+    actual = actual.double()
+    odd = ~exact.isfinite()
+    if not torch.equal(odd, ~actual.isfinite()) or not torch.equal(
+        actual[odd].nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0),
+        exact[odd].nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0),
+    ):
+        return math.inf
+    return _greatest((actual - exact)[~odd])
+
+
+def _greatest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _longest(x: Tensor) -> float:
+    """The length of the longest finite row."""
+    lengths = x.double().norm(dim=-1)
+    return _greatest(lengths[lengths.isfinite()])

@@ -1,0 +1,59 @@
+"""Packaging: the kernels' library as package data, and what a build requires.
+
+The build itself is in csrc/build_library.py. This file is setuptools' script and, by `backend-path`
+in pyproject.toml, the PEP 517 backend as well: setuptools' own, except that a build requires only
+what this machine lacks.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
+
+from setuptools import Extension, build_meta, setup
+from setuptools.build_meta import *  # noqa: F403
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+from build_library import build_library
+from toolchain import MANYLINUX, missing_packages
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    return [*missing_packages(), *build_meta.get_requires_for_build_wheel(config_settings)]
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    return [*missing_packages(), *build_meta.get_requires_for_build_editable(config_settings)]
+
+
+class BuildExt(build_ext):
+    """Our library in place of an extension module: its name tells no Python version."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(build_library(), target)
+
+
+class BdistWheel(bdist_wheel):
+    """One wheel for every Python: no symbol of Python's is in the library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", f"{'manylinux_2_28' if MANYLINUX else 'linux'}_{platform.machine()}"
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("flash_cute._flash_cute", sources=[])],
+        cmdclass={"build_ext": BuildExt, "bdist_wheel": BdistWheel},
+    )

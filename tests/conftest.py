@@ -1,0 +1,45 @@
+"""Markers: `gpu` tests are skipped without a GPU that flash_cute serves, `full` tests without
+--full.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# pytest puts the checkout first. The installed package is to be tested and not the folder beside
+# this one, which is the same only after an editable install; so the checkout goes last (bench is
+# found there).
+ROOT = str(Path(__file__).resolve().parent.parent)
+sys.path[:] = [*(entry for entry in sys.path if entry not in ("", ROOT)), ROOT]
+
+import torch  # noqa: E402
+
+from flash_cute import checks  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the full sweep too (marker `full`)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a GPU that flash_cute serves")
+    config.addinivalue_line("markers", "full: part of the full sweep, which runs only with --full")
+
+
+def _why_no_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return f"no GPU (torch {torch.__version__})"
+    refusal = checks.why_not(torch.device("cuda", torch.cuda.current_device()), torch.float16)
+    return refusal[1] if refusal else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    why_no_gpu = _why_no_gpu()
+    for item in items:
+        if why_no_gpu is not None and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=why_no_gpu))
+        if not config.getoption("--full") and item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="the full sweep runs with --full"))

@@ -1,0 +1,151 @@
+"""What the tests share: devices, inputs inside NaN, and the check by the one tolerance rule
+(flash_cute/tolerance.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_cute
+from flash_cute import ops, tolerance
+
+_GPU = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=_GPU)]
+#: Every (device, dtype) that is served, and one of each device for tests in which the dtype hardly
+#: matters.
+BACKENDS = [
+    pytest.param("cpu", torch.float32, id="cpu-fp32"),
+    pytest.param("cpu", torch.float64, id="cpu-fp64"),
+    pytest.param("cpu", torch.float16, id="cpu-fp16"),
+    pytest.param("cpu", torch.bfloat16, id="cpu-bf16"),
+    pytest.param("cuda", torch.float16, id="cuda-fp16", marks=_GPU),
+    pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=_GPU),
+]
+ONE_BACKEND_EACH = [BACKENDS[0], BACKENDS[5]]
+
+HEAD_DIMS = [1, 3, 8, 20, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256]
+#: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.
+LENGTHS = [
+    *((n, n) for n in (1, 63, 64, 65, 127, 128, 129, 300)),
+    *((1, 300), (300, 1), (65, 200), (200, 65), (129, 700), (700, 129), (64, 65), (65, 64)),
+]
+
+
+def random_inputs(
+    batch: int = 2,
+    heads_q: int = 2,
+    len_q: int = 129,
+    head_dim: int = 64,
+    *,
+    heads_kv: int | None = None,
+    len_k: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random normal q, k, v, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    shape_q = (batch, heads_q, len_q, head_dim)
+    shape_kv = (batch, heads_kv or heads_q, len_q if len_k is None else len_k, head_dim)
+    q, k, v = (torch.randn(s, generator=generator) for s in (shape_q, shape_kv, shape_kv))
+    return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
+
+
+def poisoned(
+    x: Tensor, order: str = "bhnd", *, gap: int = 8, before: int = 8, step: int = 1
+) -> Tensor:
+    """A copy of x that lies in the midst of NaN: a view of a storage in which all else is NaN.
+
+    `order` names its dimensions from the outermost in memory to the innermost. There is one NaN
+    slice behind each outer dimension, `gap` NaN elements behind each innermost one, and `before` of
+    them before everything; innermost elements are `step` apart.
+    """
+    dims = ["bhnd".index(letter) for letter in order]
+    sizes = [x.shape[dim] for dim in dims]
+    room = [*(size + 1 for size in sizes[:-1]), sizes[-1] * step + gap]
+    storage = torch.full((before + math.prod(room) + 64,), math.nan, dtype=x.dtype, device=x.device)
+    view = storage[before : before + math.prod(room)].view(room)
+    for dim, size in enumerate(sizes[:-1]):
+        view = view.narrow(dim, 0, size)
+    view = view[..., : sizes[-1] * step : step]
+    return view.permute([dims.index(dim) for dim in range(4)]).copy_(x)
+
+
+#: What to make of a dense tensor: name -> (storage in memory, as in the arguments of `poisoned`).
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "rows with gaps": {},
+    "(B, N, H, D) transposed": {"order": "bnhd"},
+    "(N, B, H, D) transposed": {"order": "nbhd"},
+    "heads outermost": {"order": "hbnd"},
+    "misaligned by one element": {"before": 1},
+    "misaligned rows": {"gap": 3},
+    "every second element": {"step": 2, "gap": 16},
+    "columns": {"order": "bhdn"},
+    "head dim outermost": {"order": "dbhn"},
+}
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Fills what torch.empty and its like return with NaN, so that an output that is not written
+    shows.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    smem_limit: int = 0,
+    **band: int,
+) -> tuple[Tensor, Tensor]:
+    """`forward`, or the op where arguments are given that only the op has."""
+    if not band and not smem_limit:
+        return flash_cute.forward(q, k, v, is_causal, softmax_scale)
+    if is_causal:
+        band = {"window_right": 0, "diagonal_offset": k.shape[2] - q.shape[2]}
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
+    out, lse = ops.fwd(q, k, v, scale, **band, smem_limit=smem_limit)
+    return out, lse
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    smem_limit: int = 0,
+    **band: int,
+) -> tuple[Tensor, Tensor]:
+    """Runs and asserts all that the contract says of the results; returns them."""
+    with nan_in_new_memory():
+        out, lse = run(q, k, v, is_causal, softmax_scale, smem_limit=smem_limit, **band)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
+    assert out.stride() == torch.empty_like(q).stride()
+    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32 and lse.device == q.device
+    assert lse.is_contiguous()
+    result = tolerance.compare(out, lse, q, k, v, is_causal, softmax_scale, **band)
+    assert result.passed, str(result)
+    return out, lse

@@ -1,0 +1,277 @@
+"""The bench, without a GPU: what it counts, what its rows hold, its command line and its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import baselines, check, harness, host_time, memory, readme_table, run, tables
+from bench.baselines import PROVIDERS
+from bench.cases import SUITES, Case, make_inputs, square
+from flash_cute import reference
+
+CPU = torch.device("cpu")
+FAST = harness.Options(device=CPU, rounds=2, iters=2, check=True)
+
+
+def small(causal: bool = True, q_len: int = 24, kv_len: int = 24, **more: object) -> Case:
+    case = Case(2, 4, 2, q_len, kv_len, 16, causal)
+    return dataclasses.replace(case, **more)  # type: ignore[arg-type]
+
+
+def words(command_line: str) -> list[str]:
+    return command_line.split()
+
+
+def result_of(rows: list[harness.Row]) -> dict[str, object]:
+    return {"meta": {"torch": "x", "date": "2026-01-01", "suite": "train"}, "rows": rows}
+
+
+def test_train_suite_is_the_36_points() -> None:
+    cases = list(SUITES["train"]())
+    assert len(set(cases)) == 36
+    for case in cases:
+        assert case.batch * case.q_len == 16384
+        assert case.heads * case.head_dim == 2048
+        assert case.q_len == case.kv_len and case.heads == case.kv_heads and case.dtype == "bf16"
+    assert {case.q_len for case in cases} == {512, 1024, 2048, 4096, 8192, 16384}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suites_have_no_duplicates(suite: str) -> None:
+    cases = list(SUITES[suite]())
+    assert cases and len({case.name for case in cases}) == len(cases)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 5), (3, 9), (9, 3), (1, 7), (7, 1)])
+def test_visible_pairs_are_counted_exactly(q_len: int, kv_len: int) -> None:
+    mask = torch.ones(q_len, kv_len).tril(kv_len - q_len)
+    assert small(True, q_len, kv_len).visible_pairs() == int(mask.sum())
+    assert small(False, q_len, kv_len).visible_pairs() == q_len * kv_len
+
+
+def test_flops_and_bytes() -> None:
+    full = square(4, 4096, 16, 128, causal=False)
+    assert full.flops() == 4 * 4 * 16 * 4096 * 4096 * 128
+    assert dataclasses.replace(full, causal=True).flops() == full.flops() // 2
+    continued = Case(1, 2, 1, 10, 100, 64, causal=True)
+    assert continued.flops() == 4 * 2 * 64 * sum(range(91, 101))
+    assert Case(8, 32, 8, 1, 4096, 128, True).kv_bytes() == 2 * 8 * 8 * 4096 * 128 * 2
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_inputs(layout: str) -> None:
+    case = small(layout=layout, kv_len=40)
+    q, k, v = make_inputs(case, CPU)
+    assert q.shape == (2, 4, 24, 16) and k.shape == v.shape == (2, 2, 40, 16)
+    assert q.transpose(1, 2).is_contiguous() == (layout == "bnhd")
+    assert q.std() > 0.5 and not torch.equal(k, v)
+    assert torch.equal(q, make_inputs(case, CPU)[0])
+
+
+@pytest.mark.parametrize("case", [small(), small(False), small(q_len=40), small(kv_len=40)])
+def test_pieces_cover_a_case_and_change_nothing(case: Case) -> None:
+    covered = torch.zeros(case.batch, case.q_len, dtype=torch.int)
+    for batches, rows, _ in check.pieces(case, limit=400):
+        covered[batches, rows] += 1
+    assert (covered == 1).all()
+
+    tensors = make_inputs(case, CPU)
+    out, _ = baselines.naive_attention(*tensors, case.causal, case.scale)
+    pieced = check.check(case, *tensors, {"naive": (out, None)}, limit=400)["naive"]
+    whole = check.check(case, *tensors, {"naive": (out, None)})["naive"]
+    assert pieced["correct"] and whole["correct"] and whole["lse_error"] is None
+    assert pieced["error"] == pytest.approx(whole["error"]) != 0
+
+
+def test_check_finds_wrong_results() -> None:
+    case = small()
+    q, k, v = make_inputs(case, CPU)
+    out, lse = reference.attention(q, k, v, is_causal=True)
+    holed, shifted = out.clone(), lse + 1e-3
+    holed[1, 2, 3, 4] = torch.nan
+    results = {"right": (out, None), "nan": (holed, None), "lse": (out, shifted)}
+    errors = check.check(case, q, k, v, results)
+    assert errors["right"]["correct"]
+    assert not errors["nan"]["correct"] and errors["nan"]["error"] == float("inf")
+    assert not errors["lse"]["correct"]
+
+
+def test_rows() -> None:
+    providers = [PROVIDERS[name] for name in ("flash_cute", "fa2", "triton", "naive")]
+    rows = {row["provider"]: row for row in harness.measure(small(), providers, FAST)}
+    assert rows["triton"]["status"] == "skipped" and rows["triton"]["note"]
+    for name in ("flash_cute", "fa2", "naive"):
+        row = rows[name]
+        assert row["status"] == "ok" and row["correct"], row
+        assert row["ms"] >= row["ms_min"] > 0 and len(row["round_ms"]) == 2 and row["iters"] == 2
+        assert row["tflops"] == pytest.approx(small().flops() / row["ms"] * 1e-9)
+    assert rows["flash_cute"]["lse_error"] < 1e-5
+
+
+def test_decoding_rows_have_a_bandwidth() -> None:
+    case = small(q_len=1, kv_len=64)
+    for row in harness.measure(case, [PROVIDERS["flash_cute"], PROVIDERS["fa2"]], FAST):
+        assert row["gbps"] == pytest.approx(case.kv_bytes() / row["ms"] * 1e-6)
+        assert row["correct"]
+
+
+def test_what_a_peer_refuses_is_reported() -> None:
+    continued = small(q_len=8, kv_len=24)
+    cudnn, fa2 = harness.measure(continued, [PROVIDERS["cudnn"], PROVIDERS["fa2"]], FAST)
+    assert cudnn["status"] == fa2["status"] == "skipped" and "top left" in fa2["note"]
+    (refused,) = harness.measure(small(), [PROVIDERS["cudnn"]], FAST)
+    assert refused["status"] == "skipped" and "ms" not in refused
+
+
+def test_a_failing_provider_is_reported() -> None:
+    def bind(*_: object) -> baselines.Call:
+        raise RuntimeError("broken")
+
+    (row,) = harness.measure(small(), [baselines.Provider("flash_cute", "", bind)], FAST)
+    assert row["status"] == "failed" and row["note"] == "broken"
+    assert run.went_wrong([row])
+
+
+def test_iterations_follow_the_budget() -> None:
+    options = harness.Options(device=CPU, budget_ms=20.0)
+    assert harness._iterations(options, 1.0) == 20
+    assert harness._iterations(options, 100.0) == options.min_iters
+    assert harness._iterations(options, 1e-6) == options.max_iters
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--suite nope", "invalid choice"),
+        ("--B 0", "at least 1"),
+        ("--N many", "invalid"),
+        ("--H 3 --Hkv 2", "no multiple"),
+        ("--dtype fp8", "invalid choice"),
+        ("--baselines fa9", "'fa9'"),
+        ("--suite train --D 32", "no case"),
+        ("--host-time --memory", "two runs"),
+        ("--device cpu --memory", "allocator"),
+        ("--device cpu --smem-limit 101376", "GPU"),
+        ("--host-time --plot x.png", "--plot"),
+    ],
+)
+def test_bad_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run.main(words(argv))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_suites_are_filtered_and_replaced() -> None:
+    parser = run.build_parser()
+    args = parser.parse_args(words("--suite train --D 64 --N 512 --causal --dtype fp16"))
+    (case,) = run.select_cases(parser, args)
+    assert case == square(32, 512, 32, 64, True, dtype="fp16")
+
+
+def test_command_line_writes_rows_and_a_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path, figure = tmp_path / "deep" / "rows.json", tmp_path / "rows.png"
+    shape = "--device cpu --B 2 --H 2 --N 32 --D 16 --causal --iters 1 --rounds 2 --check"
+    argv = [*words(shape), "--baselines", "fa2", "--json", str(path), "--plot", str(figure)]
+    assert run.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "flash_cute/fa2" in text and "geometric mean" in text.splitlines()[-2]
+    result = json.loads(path.read_text())
+    assert [row["provider"] for row in result["rows"]] == ["flash_cute", "fa2"]
+    assert {"date", "argv", "commit", "torch", "device"} <= result["meta"].keys()
+    assert str(tmp_path) not in path.read_text()
+    assert figure.stat().st_size > 1000
+
+
+def test_host_time_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    providers = [PROVIDERS["flash_cute"], PROVIDERS["fa2"], PROVIDERS["triton"]]
+    rows = host_time.measure_host_time(providers, FAST, rounds=2, calls=3)
+    assert len(rows) == 2 * 2 * 3
+    assert all(row["host_us"] > 0 for row in rows if row["provider"] != "triton")
+    assert "no_grad" in tables.host_time_table(rows)
+
+
+def test_memory_needs_a_gpu_and_counts_the_results() -> None:
+    assert memory.output_bytes(small()) == 2 * 4 * 24 * (16 * 2 + 4)
+    with pytest.raises(ValueError, match="no GPU"):
+        memory.measure_memory([PROVIDERS["flash_cute"]], FAST)
+
+
+def made_up_rows() -> list[harness.Row]:
+    rows = []
+    for case in SUITES["train"]():
+        for provider, ms in (("flash_cute", 1.0), ("fa2", 1.5), ("cudnn", 0.5)):
+            row = {**case.to_dict(), "provider": provider, "status": "ok"}
+            harness.finish_row(row, case, [[ms]], 1)
+            rows.append(row)
+    return rows
+
+
+def test_summary_has_mean_and_minimum() -> None:
+    rows = made_up_rows()
+    rows[0] |= {"ms": 3.0}
+    text = tables.summary(rows)
+    assert "flash_cute: 1.4" in text and "lowest 0.500x at bf16 B32 N512 H32 D64 full" in text
+
+
+def test_readme_numbers_come_from_the_files(tmp_path: Path) -> None:
+    empty = "# x\n<!-- numbers:train -->\nold\n<!-- end:train -->\nrest"
+    assert readme_table.PLACEHOLDER in readme_table.render(empty, tmp_path)
+    run.save(tmp_path / "train.json", result_of(made_up_rows()))
+    text = readme_table.render(empty, tmp_path)
+    assert "1.50x SDPA flash (FA2)" in text and "0.50x SDPA cuDNN" in text and "old" not in text
+    assert readme_table.render(text, tmp_path) == text
+
+
+def test_transformer_block_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("einops")
+    from bench import transformer_block
+
+    argv = words("--device cpu --B 2 --N 65 --H 3 --D 24 --dtype fp16")
+    assert transformer_block.main(argv) == 0
+    assert "No GPU" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        transformer_block.main(["--N", "0"])
+
+
+def test_transformer_block_copies_nothing_around_attention() -> None:
+    pytest.importorskip("einops")
+    from bench import transformer_block
+
+    block = transformer_block.TransformerBlock(3, 16).to(torch.bfloat16)
+    with torch.no_grad():
+        q, k, v = block.project(torch.randn(2, 10, 48, dtype=torch.bfloat16))
+        out, _ = transformer_block.flash_attention(q, k, v)
+    assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_transformer_block_fails_on_a_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("einops")
+    from bench import transformer_block
+
+    def wrong(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = transformer_block.naive(q, k, v)
+        return out * 1.1, lse
+
+    monkeypatch.setattr(transformer_block, "flash_attention", wrong)
+    assert transformer_block.main(words("--device cpu --N 64 --H 2 --D 16")) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_triton_kernel_on_the_gpu() -> None:
+    pytest.importorskip("triton")
+    gpu = harness.Options(device=torch.device("cuda"), rounds=1, iters=1, check=True)
+    for case in (small(q_len=130, kv_len=200, head_dim=64), small(False, head_dim=40)):
+        (row,) = harness.measure(case, [PROVIDERS["triton"]], gpu)
+        assert row["status"] == "ok" and row["correct"], row

@@ -1,0 +1,200 @@
+"""`forward` under torch.compile, torch.export, torch.vmap and fake tensors."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from support import BACKENDS, DEVICES, LAYOUTS, ONE_BACKEND_EACH, poisoned, random_inputs
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flash_cute
+from flash_cute import ops
+
+SOME_BACKENDS = pytest.mark.parametrize("device, dtype", ONE_BACKEND_EACH)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def counting(function, **options):
+    """`function` compiled without graph breaks, and a counter of its graphs. Nothing of it is
+    generated code but the graph.
+    """
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, backend=counter, **options), counter
+
+
+def assert_same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@SOME_BACKENDS
+def test_fullgraph(device, dtype, is_causal):
+    compiled, counter = counting(lambda q, k, v: flash_cute.forward(q, k, v, is_causal))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        q, k, v = random_inputs(2, 4, 33, 16, heads_kv=2, len_k=50, dtype=dtype, device=device)
+        assert_same(compiled(q, k, v), flash_cute.forward(q, k, v, is_causal))
+    assert counter.frame_count == 1
+
+
+@SOME_BACKENDS
+def test_one_tensor_as_q_k_and_v(device, dtype):
+    x = random_inputs(2, 4, 33, 16, dtype=dtype, device=device)[0]
+    compiled, _ = counting(lambda x: flash_cute.forward(x, x, x, True, 0.5))
+    assert_same(compiled(x), flash_cute.forward(x, x, x, True, 0.5))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@SOME_BACKENDS
+def test_dynamic_shapes_are_one_graph(device, dtype, is_causal):
+    compiled, counter = counting(
+        lambda q, k, v: flash_cute.forward(q, k, v, is_causal), dynamic=True
+    )
+    # The sizes of the first call all differ: the compiler takes equal ones for one and the same.
+    for batch, len_q, len_k in ((2, 33, 50), (4, 65, 40), (5, 300, 301), (2, 7, 7)):
+        inputs = random_inputs(
+            batch, 6, len_q, 16, heads_kv=3, len_k=len_k, dtype=dtype, device=device
+        )
+        assert_same(compiled(*inputs), flash_cute.forward(*inputs, is_causal))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@SOME_BACKENDS
+def test_transformer_block(device, dtype, backend):
+    """A projection in, a view as (B, N, H * D) out: strides as promised also to the compiler."""
+    weights = (
+        torch.randn(64, 3 * 64, generator=torch.Generator().manual_seed(0)).to(device, dtype) / 8
+    )
+
+    def block(x):
+        q, k, v = (x @ weights).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        out, lse = flash_cute.forward(q, k, v, True)
+        return x + out.transpose(1, 2).view(x.shape), lse * 2
+
+    x = torch.randn(2, 33, 64, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    with torch.no_grad():
+        actual = torch.compile(block, fullgraph=True, backend=backend)(x)
+        for a, b in zip(actual, block(x), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_inside_and_outside(device):
+    q, k, v = random_inputs(1, 2, 33, 16, device=device)
+
+    def inside(q, k, v):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return flash_cute.forward(q, k, v)
+
+    expected = inside(q, k, v)
+    assert expected[0].dtype == torch.bfloat16
+    assert_same(counting(inside)[0](q, k, v), expected)
+    outside, _ = counting(flash_cute.forward)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert_same(outside(q, k, v), expected)
+
+
+def test_refusals_are_raised_by_compiled_code_too():
+    q, k, v = random_inputs(1, 2, 33, 16)
+    compiled = torch.compile(lambda q, k, v: flash_cute.forward(q, k, v), backend="aot_eager")
+    with pytest.raises(ValueError, match="k has head dim 8"):
+        compiled(q, k[..., :8], v)
+    with pytest.raises(NotImplementedError, match="q takes part in a gradient"):
+        compiled(q.clone().requires_grad_(), k, v)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_dynamic_lengths(strict):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k):
+            return flash_cute.forward(q, k, k, True)
+
+    def inputs(len_q, len_k):
+        return random_inputs(2, 4, len_q, 16, len_k=len_k)[:2]
+
+    # No upper limit: none of the checks becomes a constraint on lengths.
+    dims = {"q": {2: torch.export.Dim("len_q", min=2)}, "k": {2: torch.export.Dim("len_k", min=2)}}
+    program = torch.export.export(Attention(), inputs(33, 50), dynamic_shapes=dims, strict=strict)
+    for lengths in ((33, 50), (70, 20)):
+        q, k = inputs(*lengths)
+        assert_same(program.module()(q, k), flash_cute.forward(q, k, k, True))
+
+
+OP_SAMPLES = {
+    "full": ({}, (0.3,)),
+    "causal": ({"len_k": 40}, (0.3, -1, 0, 7)),
+    "window": ({"len_k": 40}, (-0.3, 5, 3, 2)),
+    "grouped heads": ({"heads_kv": 1}, (0.3,)),
+    "odd head dim": ({"head_dim": 5}, (0.3,)),
+    "no key": ({"len_k": 0}, (0.3,)),
+    "no query": ({"len_q": 0, "len_k": 3}, (0.3,)),
+    "one query": ({"len_q": 1, "len_k": 30}, (0.3, -1, 0, 29)),
+    "99 KB": ({}, (0.3, -1, -1, 0, 101376)),
+}
+
+
+@pytest.mark.parametrize("sample", OP_SAMPLES)
+@pytest.mark.parametrize("device, dtype", BACKENDS)
+def test_opcheck(device, dtype, sample):
+    changes, arguments = OP_SAMPLES[sample]
+    sizes = {"batch": 2, "heads_q": 4, "len_q": 33, "head_dim": 16, **changes}
+    torch.library.opcheck(
+        ops.fwd, (*random_inputs(**sizes, dtype=dtype, device=device), *arguments)
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@SOME_BACKENDS
+def test_opcheck_layouts(device, dtype, layout):
+    q, k, v = (
+        poisoned(x, **LAYOUTS[layout])
+        for x in random_inputs(2, 3, 33, 16, dtype=dtype, device=device)
+    )
+    torch.library.opcheck(ops.fwd, (q, k, v, 0.25))
+    fake = FakeTensorMode()
+    promised = flash_cute.forward(*map(fake.from_tensor, (q, k, v)))
+    for a, b in zip(promised, flash_cute.forward(q, k, v), strict=True):
+        assert a.stride() == b.stride() and a.shape == b.shape and a.dtype == b.dtype
+
+
+def test_fake_gpu_tensors_need_no_gpu():
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 33, 16, device="cuda", dtype=torch.float16)
+        out, lse = flash_cute.forward(q, q, q)
+        assert out.device.type == lse.device.type == "cuda" and lse.dtype == torch.float32
+        with pytest.raises(TypeError, match="q is float32 on cuda"):
+            flash_cute.forward(q.float(), q.float(), q.float())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@SOME_BACKENDS
+def test_vmap(device, dtype, is_causal, monkeypatch):
+    q, k, v = (
+        torch.stack([x, x + 1, x - 1])
+        for x in random_inputs(2, 4, 33, 16, dtype=dtype, device=device)
+    )
+
+    def forward(q, k, v):
+        return flash_cute.forward(q, k, v, is_causal)
+
+    def by_hand(q, k, v):
+        return [torch.stack(results) for results in zip(*map(forward, q, k, v), strict=True)]
+
+    expected = by_hand(q, k, v)
+    for a, b in zip(torch.vmap(forward)(q, k, v), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    moved = torch.vmap(forward, in_dims=(2, 0, 4))(q.movedim(0, 2), k, v.movedim(0, 4))
+    for a, b in zip(moved, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    shared = torch.vmap(forward, in_dims=(None, 0, 0), out_dims=1)(q[0], k, v)
+    for a, b in zip(shared, by_hand(q[:1].expand_as(q), k, v), strict=True):
+        torch.testing.assert_close(a.movedim(1, 0), b)

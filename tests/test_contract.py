@@ -1,0 +1,266 @@
+"""What `forward` refuses: before anything runs, and in words that name the argument, what it was
+and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from support import DEVICES, random_inputs
+
+import flash_cute
+from flash_cute import checks, ops
+
+
+def inputs(device="cpu", **changes):
+    """Valid arguments of `forward` but for the changes: values, or functions of the valid one."""
+    q, k, v = random_inputs(2, 4, 8, 16, heads_kv=2, dtype=torch.float16, device=device)
+    arguments = {"q": q, "k": k, "v": v, "is_causal": False, "softmax_scale": None}
+    for name, change in changes.items():
+        arguments[name] = change(arguments[name]) if callable(change) else change
+    return arguments
+
+
+def sized(*sizes):
+    return lambda x: x.new_zeros(1).expand(sizes)
+
+
+def nested(x):
+    return torch.nested.nested_tensor(
+        [torch.zeros(4, 3, 8), torch.zeros(4, 5, 8)], layout=torch.jagged
+    )
+
+
+def everything(change):
+    return {"q": change, "k": change, "v": change}
+
+
+REFUSALS = {
+    "q is no tensor": ({"q": [1.0]}, TypeError, "q is a list: .* torch.Tensor"),
+    "k is None": ({"k": None}, TypeError, "k is a NoneType: .* torch.Tensor"),
+    "v is a number": ({"v": 1.0}, TypeError, "v is a float: .* torch.Tensor"),
+    "q is sparse": (
+        {"q": lambda q: q.to_sparse()},
+        TypeError,
+        "q is a sparse_coo tensor: .* dense",
+    ),
+    "v is sparse": (
+        {"v": lambda v: v.to_sparse()},
+        TypeError,
+        "v is a sparse_coo tensor: .* dense",
+    ),
+    "k is nested": ({"k": nested}, TypeError, "k is a nested tensor: .* dense"),
+    "q has 3 dims": (
+        {"q": lambda q: q[0]},
+        ValueError,
+        r"q has shape \(4, 8, 16\): .* 4 dimensions",
+    ),
+    "k has 5 dims": (
+        {"k": lambda k: k[None]},
+        ValueError,
+        r"k has shape \(1, 2, 2, 8, 16\): .* 4 dimensions",
+    ),
+    "v has 2 dims": (
+        {"v": lambda v: v[0, 0]},
+        ValueError,
+        r"v has shape \(8, 16\): .* 4 dimensions",
+    ),
+    "dtypes q, k": ({"k": lambda k: k.bfloat16()}, TypeError, "k is bfloat16 and q is float16"),
+    "dtypes q, v": ({"v": lambda v: v.float()}, TypeError, "v is float32 and q is float16"),
+    "integers": (everything(lambda x: x.int()), TypeError, "q is int32 .*float16"),
+    "complex": (everything(lambda x: x.to(torch.complex64)), TypeError, "q is complex64 .*float16"),
+    "fp8": (
+        everything(lambda x: x.to(torch.float8_e4m3fn)),
+        TypeError,
+        "q is float8_e4m3fn .*float16",
+    ),
+    "k elsewhere": ({"k": lambda k: k.to("meta")}, ValueError, "k is on meta and q on "),
+    "v elsewhere": ({"v": lambda v: v.to("meta")}, ValueError, "v is on meta and q on "),
+    "head dim 0": (everything(lambda x: x[..., :0]), ValueError, "q has head dim 0 .* 1 to 256"),
+    "head dim 257": (everything(sized(1, 1, 1, 257)), ValueError, "q has head dim 257 .* 1 to 256"),
+    "head dims q, k": ({"k": lambda k: k[..., :8]}, ValueError, "k has head dim 8 .* q has 16"),
+    "head dims q, v": ({"v": lambda v: v[..., :8]}, ValueError, "v has head dim 8 .* q has 16"),
+    "batch q, k": ({"k": lambda k: k[:1]}, ValueError, "k has batch size 1 .* q has 2"),
+    "batch q, v": ({"v": lambda v: v[:1]}, ValueError, "v has batch size 1 .* q has 2"),
+    "batch 1 for 2": ({"q": lambda q: q[:1]}, ValueError, "k has batch size 2 .* q has 1"),
+    "heads k, v": ({"v": lambda v: v[:, :1]}, ValueError, "v has number of heads 1 .* k has 2"),
+    "lengths k, v": ({"v": lambda v: v[:, :, :5]}, ValueError, "v has length 5 .* k has 8"),
+    "heads no multiple": (
+        {"q": lambda q: q[:, :3]},
+        ValueError,
+        "q has 3 heads and k and v have 2: .* multiple",
+    ),
+    "no heads in k": (
+        {n: lambda x: x[:, :0] for n in "kv"},
+        ValueError,
+        "q has 4 heads and k and v have 0",
+    ),
+    "long q": (
+        {"q": sized(2, 4, 2**30, 16)},
+        ValueError,
+        r"q has length 1073741824: .* below 2\*\*30",
+    ),
+    "long k": ({n: sized(2, 2, 2**30, 16) for n in "kv"}, ValueError, r"k has length 1073741824"),
+    "is_causal 1": ({"is_causal": 1}, TypeError, r"is_causal is a int \(1\): .* True or False"),
+    "is_causal None": ({"is_causal": None}, TypeError, "is_causal is a NoneType .*True or False"),
+    "is_causal tensor": ({"is_causal": torch.tensor(True)}, TypeError, "is_causal is a Tensor"),
+    "scale NaN": (
+        {"softmax_scale": math.nan},
+        ValueError,
+        r"softmax_scale is a float \(nan\): .* finite",
+    ),
+    "scale inf": (
+        {"softmax_scale": math.inf},
+        ValueError,
+        r"softmax_scale is a float \(inf\): .* finite",
+    ),
+    "scale -inf": (
+        {"softmax_scale": -math.inf},
+        ValueError,
+        r"softmax_scale is a float \(-inf\): .* finite",
+    ),
+    "scale 10^400": ({"softmax_scale": 10**400}, ValueError, "softmax_scale is a int: .* finite"),
+    "scale True": (
+        {"softmax_scale": True},
+        TypeError,
+        r"softmax_scale is a bool \(True\): .* float",
+    ),
+    "scale tensor": (
+        {"softmax_scale": torch.tensor(1.0)},
+        TypeError,
+        "softmax_scale is a Tensor .* float",
+    ),
+    "scale text": ({"softmax_scale": "1"}, TypeError, "softmax_scale is a str .* float"),
+    "grad q": ({"q": lambda q: q.requires_grad_()}, NotImplementedError, "q takes part .*no_grad"),
+    "grad v": ({"v": lambda v: v.requires_grad_()}, NotImplementedError, "v takes part .*no_grad"),
+}
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    def fail(*_args):
+        raise AssertionError("the op was called")
+
+    monkeypatch.setattr(ops, "fwd", fail)
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_refusal(nothing_runs, device, case):
+    changes, error, message = REFUSALS[case]
+    with pytest.raises(error, match=message) as raised:
+        flash_cute.forward(**inputs(device, **changes))
+    assert "\n" not in str(raised.value)
+
+
+def test_valid_arguments_reach_the_op(nothing_runs):
+    """So the tests above fail if `inputs` is not valid by itself."""
+    with pytest.raises(AssertionError, match="the op was called"):
+        flash_cute.forward(**inputs())
+
+
+@pytest.mark.gpu
+def test_fp32_on_a_gpu(nothing_runs):
+    with pytest.raises(
+        TypeError, match=r"q is float32 on cuda:0: .* float16 or bfloat16; cast it, or use torch.nn"
+    ):
+        flash_cute.forward(**inputs("cuda", **everything(lambda x: x.float())))
+
+
+@pytest.mark.gpu
+def test_cpu_and_gpu(nothing_runs):
+    with pytest.raises(ValueError, match="k is on cpu and q on cuda:0"):
+        flash_cute.forward(**inputs("cuda", k=lambda k: k.cpu()))
+
+
+def test_fp32_and_old_gpus(monkeypatch):
+    """As above, where there is no such GPU."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Old")
+    capability = {"value": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability["value"])
+    why_not = checks._why_not.__wrapped__
+    for newer in ((8, 0), (8, 6), (9, 0), (12, 0)):
+        capability["value"] = newer
+        assert why_not(device, torch.float16) is None and why_not(device, torch.bfloat16) is None
+    error, message = why_not(device, torch.float32)
+    assert error is TypeError and "float16 or bfloat16; cast it, or use torch.nn" in message
+    capability["value"] = (7, 5)
+    error, message = why_not(device, torch.float16)
+    assert (
+        error is ValueError
+        and "Old, compute capability 7.5" in message
+        and "use torch.nn" in message
+    )
+
+
+def test_other_devices():
+    error, message = checks._why_not.__wrapped__(torch.device("xpu", 0), torch.float16)
+    assert error is ValueError and "use torch.nn" in message
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_torch_func_gradients_are_refused(nothing_runs, name):
+    arguments = inputs(**everything(lambda x: x.float()))
+
+    def loss(x):
+        return flash_cute.forward(**{**arguments, name: x})[0].sum()
+
+    x = arguments[name]
+    for differentiate in (
+        lambda: torch.func.grad(loss)(x),
+        lambda: torch.func.jvp(loss, (x,), (x,)),
+        lambda: torch.func.jacrev(loss)(x),
+        lambda: torch.func.jacfwd(loss)(x),
+        lambda: torch.func.vmap(torch.func.grad(loss))(x[None].expand(3, *x.shape)),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name} takes part in a gradient"):
+            differentiate()
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match=f"{name} takes part in a gradient"):
+            loss(dual)
+
+
+def test_other_tensors_may_be_differentiated():
+    arguments = inputs(**everything(lambda x: x.float()))
+    y = torch.ones(2, 4, 8, 16)
+    _, tangent = torch.func.jvp(lambda y: y * flash_cute.forward(**arguments)[0], (y,), (y,))
+    assert torch.equal(tangent, flash_cute.forward(**arguments)[0])
+
+
+def test_meta_tensors_give_shapes():
+    arguments = inputs(
+        **everything(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2).to("meta"))
+    )
+    out, lse = flash_cute.forward(**arguments)
+    assert out.device.type == lse.device.type == "meta"
+    assert (
+        out.shape == (2, 4, 8, 16)
+        and out.stride() == arguments["q"].stride()
+        and out.dtype == torch.float16
+    )
+    assert lse.shape == (2, 4, 8) and lse.dtype == torch.float32
+
+
+def test_integers_are_scales():
+    arguments = inputs(**everything(lambda x: x.float()))
+    assert torch.equal(
+        flash_cute.forward(**{**arguments, "softmax_scale": 2})[0],
+        flash_cute.forward(**{**arguments, "softmax_scale": 2.0})[0],
+    )
+
+
+def test_a_missing_library_is_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(ImportError, match=r"compiled library is missing .*pip install"):
+        ops._load(tmp_path / "none.so")
+    (tmp_path / "broken.so").write_text("no library")
+    with pytest.raises(ImportError, match=r"does not load under torch .* needs 2.10"):
+        ops._load(tmp_path / "broken.so")
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match=r"does not run on Windows: use it under WSL 2"):
+        ops._load(tmp_path / "none.so")

@@ -1,0 +1,263 @@
+"""What only a GPU can show: streams, graphs, memory, addresses, the launch. Numbers are in
+test_forward.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import HEAD_DIMS, check, poisoned, random_inputs, run
+
+import flash_cute
+from flash_cute import ops, tolerance
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+#: What sm_86, sm_89 and sm_120 lend a thread block.
+SMALL_SHARED_MEMORY = 101376
+
+
+def gpu_inputs(*sizes: int, **options):
+    return random_inputs(*sizes, **{"dtype": BF16, "device": "cuda", **options})
+
+
+def launched(function) -> list[str]:
+    """The names of all that `function` puts on the GPU: kernels, copies, fills."""
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    return [
+        event.name
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_one_kernel_and_nothing_else(head_dim, is_causal):
+    q, k, v = gpu_inputs(2, 4, 129, head_dim, heads_kv=2)
+    names = launched(lambda: flash_cute.forward(q, k, v, is_causal))
+    assert len(names) == 1, names
+
+
+def test_no_copy_of_strided_rows():
+    x = torch.randn(2, 70, 3, 4, 64, device="cuda", dtype=BF16)
+    q, k, v = (x[:, :, i].transpose(1, 2) for i in range(3))
+    k = k[:, :1].expand(2, 4, 70, 64)
+    names = launched(lambda: flash_cute.forward(q, k, v))
+    assert len(names) == 1, names
+
+
+def peak_memory(function) -> tuple[int, list[torch.Tensor]]:
+    """The bytes that `function` takes at its peak, its results included, which are returned too."""
+    function()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = function()
+    return torch.cuda.max_memory_allocated() - before, results
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 104, 256])
+def test_memory_is_that_of_the_results(head_dim, is_causal):
+    q, k, v = gpu_inputs(2, 8, 2048, head_dim)
+    peak, results = peak_memory(lambda: flash_cute.forward(q, k, v, is_causal))
+    allocated = [
+        -(-x.numel() * x.element_size() // 512) * 512 for x in results
+    ]  # in blocks of 512 bytes
+    assert peak == sum(allocated)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_rows_of_the_tile_table_for_small_shared_memory(head_dim, is_causal):
+    inputs = gpu_inputs(1, 4, 129, head_dim, heads_kv=2, len_k=200)
+    check(*map(poisoned, inputs), is_causal, smem_limit=SMALL_SHARED_MEMORY)
+
+
+def test_tiles_fit_this_gpu():
+    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    for bytes_lent in (limit, SMALL_SHARED_MEMORY):
+        tiles = ops.tiles_for(bytes_lent)
+        assert [tile["head_dim"] for tile in tiles] == ops.build_info()["head_dims"]
+        assert all(tile["smem_bytes"] <= bytes_lent for tile in tiles)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_runs_on_the_current_stream(is_causal):
+    """Everything happens on a side stream behind a long wait; a kernel on another stream would read
+    the zeros.
+    """
+    q, k, v = gpu_inputs(2, 4, 300, 64)
+    expected = flash_cute.forward(q, k, v, is_causal)
+    late = torch.zeros_like(q)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late.copy_(q)
+        results = flash_cute.forward(late, k, v, is_causal)
+        assert not stream.query()  # the wait goes on: nothing has waited for the GPU
+    stream.synchronize()
+    assert all(map(torch.equal, results, expected))
+
+
+def test_never_synchronises():
+    inputs = gpu_inputs(2, 4, 300, 64)
+    odd_rows = gpu_inputs(1, 2, 70, 20)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flash_cute.forward(*inputs, True)
+        flash_cute.forward(*odd_rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("head_dim", [64, 20])
+def test_cuda_graph(head_dim):
+    q, k, v = gpu_inputs(2, 4, 300, head_dim)
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        flash_cute.forward(q, k, v, True)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        captured = flash_cute.forward(q, k, v, True)
+    for seed in (1, 2):
+        for x, new in zip((q, k, v), gpu_inputs(2, 4, 300, head_dim, seed=seed), strict=True):
+            x.copy_(new)
+        graph.replay()
+        assert all(map(torch.equal, captured, flash_cute.forward(q, k, v, True)))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 20])
+def test_repeats_are_bitwise_equal(head_dim, is_causal):
+    inputs = gpu_inputs(2, 8, 1000, head_dim)
+    first = flash_cute.forward(*inputs, is_causal)
+    for _ in range(10):
+        assert all(map(torch.equal, flash_cute.forward(*inputs, is_causal), first))
+
+
+def test_a_batch_item_does_not_depend_on_the_batch():
+    q, k, v = gpu_inputs(4, 8, 500, 128)
+    out, lse = flash_cute.forward(q, k, v, True)
+    alone = flash_cute.forward(q[2:3], k[2:3], v[2:3], True)
+    assert torch.equal(out[2:3], alone[0]) and torch.equal(lse[2:3], alone[1])
+
+
+@pytest.mark.parametrize("sizes", [(70_000, 1), (1, 70_000), (300, 300)])
+def test_many_heads(sizes):
+    """More than a grid's y and z can count."""
+    q, k, v = gpu_inputs(*sizes, 3, 32)
+    out, lse = flash_cute.forward(q, k, v, True)
+    # As one head: nothing else is seen of the order in which they come.
+    rows = q.reshape(1, -1, 3, 32), k.reshape(1, -1, 3, 32), v.reshape(1, -1, 3, 32)
+    result = tolerance.compare(out.view_as(rows[0]), lse.view(1, -1, 3), *rows, True)
+    assert result.passed, str(result)
+
+
+def needs_memory(gigabytes: float) -> None:
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GiB of free GPU memory, there are {free:.0f}")
+
+
+@pytest.mark.parametrize("order", ["bhnd", "bnhd"])
+def test_beyond_2_to_the_31_elements(order):
+    """q and out have 2.2e9 elements; the last head must come out right, and the first."""
+    needs_memory(24)
+    batch, heads, length, head_dim = 2, 64, 131_200, 128
+    shape = (
+        (batch, heads, length, head_dim) if order == "bhnd" else (batch, length, heads, head_dim)
+    )
+    q = torch.empty(shape, dtype=BF16, device="cuda").normal_(
+        generator=torch.Generator("cuda").manual_seed(0)
+    )
+    q = q if order == "bhnd" else q.transpose(1, 2)
+    k, v = gpu_inputs(batch, 1, 65, head_dim)[1:]
+    assert q.numel() > 2**31
+    out, lse = flash_cute.forward(q, k, v)
+    for b, h, rows in (
+        (0, 0, slice(0, 300)),
+        (1, 63, slice(length - 300, length)),
+        (1, 31, slice(7, 300)),
+    ):
+        part = (slice(b, b + 1), slice(h, h + 1), rows)
+        result = tolerance.compare(out[part], lse[part], q[part], k[b : b + 1], v[b : b + 1])
+        assert result.passed, (b, h, str(result))
+
+
+def test_keys_beyond_2_to_the_31_elements():
+    needs_memory(16)
+    # One key and value tensor with rows far apart: 70,000 rows of 2^15 elements.
+    storage = torch.zeros(70_000, 2**15, dtype=BF16, device="cuda")
+    k_values, v_values = gpu_inputs(1, 1, 70_000, 64)[1:]
+    storage[:, :64] = k_values[0, 0]
+    storage[:, 64:128] = v_values[0, 0]
+    k, v = storage[None, None, :, :64], storage[None, None, :, 64:128]
+    q = gpu_inputs(1, 1, 100, 64)[0]
+    assert k.stride(2) * k.shape[2] > 2**31
+    check(q, k, v, True)
+
+
+def test_lengths_beyond_the_tiles_many_times_over():
+    check(*gpu_inputs(1, 2, 4111, 64, len_k=5003), True)
+    check(*gpu_inputs(1, 2, 2049, 128, len_k=4100, dtype=torch.float16))
+
+
+def test_current_device_is_not_the_tensors():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    inputs = gpu_inputs(2, 4, 129, 64)
+    expected = flash_cute.forward(*inputs, True)
+    with torch.cuda.device(0):
+        moved = flash_cute.forward(*(x.to("cuda:1") for x in inputs), True)
+        assert torch.cuda.current_device() == 0
+    assert all(x.device.index == 1 for x in moved)
+    assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(moved, expected, strict=True))
+
+
+def test_same_results_as_the_cpu():
+    inputs = gpu_inputs(2, 4, 129, 80, heads_kv=2, len_k=300, dtype=torch.float16)
+    on_gpu = flash_cute.forward(*inputs, True)
+    on_cpu = flash_cute.forward(*(x.cpu() for x in inputs), True)
+    torch.testing.assert_close(on_gpu[0].cpu(), on_cpu[0], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(on_gpu[1].cpu(), on_cpu[1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: (q[0], k, v), "4 dimensions"),
+        (lambda q, k, v: (q.float(), k.float(), v.float()), "float16 or all bfloat16"),
+        (lambda q, k, v: (q, k.half(), v), "float16 or all bfloat16"),
+        (lambda q, k, v: (q, k, v[:, :, 1:]), "same heads and length"),
+        (lambda q, k, v: (q, k[..., :32], v[..., :32]), "same head dim"),
+        (lambda q, k, v: (q[:, :3], k, v), "multiple"),
+        (lambda q, k, v: (q[:1], k, v), "batch size"),
+    ],
+)
+def test_the_op_itself_guards_memory(change, message):
+    """torch.ops can be called past the checks of `forward`."""
+    with pytest.raises(RuntimeError, match=message):
+        ops.fwd(*change(*gpu_inputs(2, 4, 65, 64, heads_kv=2)), 0.1)
+
+
+def test_the_op_refuses_what_cannot_be_launched():
+    q, k, v = gpu_inputs(1, 1, 65, 64)
+    with pytest.raises(RuntimeError):
+        ops.fwd(q, k, v, math.nan)
+    with pytest.raises(RuntimeError):
+        run(q, k, v, smem_limit=1024)  # no tile fits
+    check(q, k, v)  # and nothing is left broken

@@ -1,0 +1,75 @@
+"""The tile table (csrc/cute_fa2/config.h) as the library tells it: every head dim is served on
+every GPU, and no row asks for what the hardware does not have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import flash_cute  # noqa: F401 (loads the library)
+
+KB = 1024
+# What a device lends to one thread block at most: sm_86, sm_89 and sm_120; sm_80; sm_90 and sm_100.
+LIMITS = {"99 KB": 99 * KB, "163 KB": 163 * KB, "227 KB": 227 * KB}
+
+INFO: dict[str, Any] = json.loads(torch.ops.flash_cute.build_info())
+ROWS: list[dict[str, Any]] = INFO["tiles"]
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return f"{row['arch']}-{row['op']}-{row['head_dim']}-{row['block_m']}x{row['block_n']}"
+
+
+def tiles_for(limit: int) -> list[dict[str, Any]]:
+    tiles: list[dict[str, Any]] = json.loads(torch.ops.flash_cute.tiles_for(limit))
+    return tiles
+
+
+def fits(row: dict[str, Any], limit: int) -> bool:
+    """A multiprocessor has 1 KB more than it lends to a block, and keeps 1 KB of each block."""
+    return bool(row["blocks_per_sm"] * (row["smem_bytes"] + KB) <= limit + KB)
+
+
+def test_every_built_head_dim_has_rows() -> None:
+    assert INFO["head_dims"] == sorted(set(INFO["head_dims"]))
+    assert {row["head_dim"] for row in ROWS} == set(INFO["head_dims"]) != set()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_row(row: dict[str, Any]) -> None:
+    # Q, and K and V as often as the pipeline has stages, in elements of 2 bytes.
+    elements = (row["block_m"] + 2 * row["stages"] * row["block_n"]) * row["head_dim"]
+    assert row["smem_bytes"] == 2 * elements
+    assert row["smem_bytes"] <= max(LIMITS.values())
+    # Each warp has whole 16-row MMA tiles of the queries; a step along the keys is 16 long.
+    assert row["block_m"] % (16 * row["warps"]) == 0
+    assert row["block_n"] % 16 == 0
+    assert row["head_dim"] % 32 == 0
+    assert 1 <= row["warps"] <= 32
+    # The registers of all the threads that are to be resident come out of one file of 65536.
+    threads = 32 * row["warps"] * row["blocks_per_sm"]
+    assert 0 < row["max_registers"] <= 255
+    assert row["max_registers"] * threads <= 65536
+
+
+@pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
+def test_every_gpu_serves_every_head_dim(limit: int) -> None:
+    chosen = tiles_for(limit)
+    assert [row["head_dim"] for row in chosen] == INFO["head_dims"]
+    for row in chosen:
+        candidates = [other for other in ROWS if other["head_dim"] == row["head_dim"]]
+        assert row == next(other for other in candidates if fits(other, limit))
+
+
+def test_every_row_is_chosen_on_some_gpu() -> None:
+    """A row that no limit leads to would be compiled, and shipped, for nothing."""
+    chosen = [row for limit in LIMITS.values() for row in tiles_for(limit)]
+    assert [name_of(row) for row in ROWS if row not in chosen] == []
+
+
+def test_too_little_shared_memory_has_no_tile() -> None:
+    assert tiles_for(0) == []
+    assert tiles_for(2 * KB) == []
