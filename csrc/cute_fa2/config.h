@@ -1,17 +1,19 @@
-// The tile table: one row per (architecture, direction, head dim), and what was measured beside it. Every tile size in the
-// project comes from here; Python reads the table through the op `build_info`.
+// The tile table: one row per (architecture, direction, head dim), and what was measured beside it.
+// Every tile size in the project comes from here; Python reads the table through the op
+// `build_info`.
 #pragma once
 
 namespace flash_cute {
 
-// One tile of the forward: `block_m` query rows stay with a thread block while it walks over the keys, `block_n` at a time.
-// A structural type, so that it is itself a template argument.
+// One tile of the forward: `block_m` query rows stay with a thread block while it walks over the
+// keys, `block_n` at a time. A structural type, so that it is itself a template argument.
 struct FwdConfig {
-  int head_dim;         // bucket: serves head dims up to this one
-  int block_m;          // query rows of a tile
-  int block_n;          // keys of a tile
-  int warps;            // along the query rows; each works on block_m / warps of them
-  int stages;           // key blocks in shared memory: with 2, the next one arrives while this one is worked on
+  int head_dim;  // bucket: serves head dims up to this one
+  int block_m;   // query rows of a tile
+  int block_n;   // keys of a tile
+  int warps;     // along the query rows; each works on block_m / warps of them
+  int stages;  // key blocks in shared memory: with 2, the next one arrives while this one is worked
+               // on
   bool q_in_registers;  // Q's fragments are loaded from shared memory once, not once per key block
 
   constexpr int threads() const { return warps * 32; }
@@ -21,9 +23,11 @@ struct FwdConfig {
 
 struct FwdRow {
   FwdConfig config;
-  int blocks_per_sm;  // thread blocks that must fit a multiprocessor together for the row to be chosen
+  int blocks_per_sm;  // thread blocks that must fit a multiprocessor together for the row to be
+                      // chosen
 
-  // `smem_limit` is what the device lends to one block; a multiprocessor has 1 KB more, and keeps 1 KB of each block for itself.
+  // `smem_limit` is what the device lends to one block; a multiprocessor has 1 KB more, and keeps 1
+  // KB of each block for itself.
   constexpr bool fits(int smem_limit) const {
     return blocks_per_sm * (config.smem_bytes() + 1024) <= smem_limit + 1024;
   }
@@ -34,20 +38,16 @@ struct FwdRow {
   }
 };
 
-// For each head dim, best first: the launch takes the first row that fits. The limit is 227 KB on sm_90 and sm_100, 163 KB on
-// sm_80, and 99 KB on sm_86, sm_89 and sm_120, so that the last row of each head dim fits 99 KB.
+// For each head dim, best first: the launch takes the first row that fits. The limit is 227 KB on
+// sm_90 and sm_100, 163 KB on sm_80, and 99 KB on sm_86, sm_89 and sm_120, so that the last row of
+// each head dim fits 99 KB.
 inline constexpr FwdRow kFwdSm80[] = {
     // head_dim, block_m, block_n, warps, stages, q_in_registers, blocks_per_sm
-    {{32, 128, 128, 4, 2, true}, 2},
-    {{64, 128, 64, 4, 2, true}, 2},
-    {{96, 128, 64, 4, 1, false}, 2},
-    {{128, 128, 64, 4, 1, false}, 2},
-    {{128, 128, 32, 4, 1, false}, 2},
-    {{192, 64, 64, 4, 1, false}, 2},
-    {{192, 128, 64, 8, 1, false}, 1},
-    {{256, 64, 64, 4, 1, false}, 2},
-    {{256, 128, 64, 8, 1, false}, 1},
-    {{256, 64, 64, 4, 1, false}, 1},
+    {{32, 128, 128, 4, 2, true}, 2},  {{64, 128, 64, 4, 2, true}, 2},
+    {{96, 128, 64, 4, 1, false}, 2},  {{128, 128, 64, 4, 1, false}, 2},
+    {{128, 128, 32, 4, 1, false}, 2}, {{192, 64, 64, 4, 1, false}, 2},
+    {{192, 128, 64, 8, 1, false}, 1}, {{256, 64, 64, 4, 1, false}, 2},
+    {{256, 128, 64, 8, 1, false}, 1}, {{256, 64, 64, 4, 1, false}, 1},
 };
 
 // The index of the row that serves `head_dim` (a bucket) within `smem_limit` bytes, or -1.

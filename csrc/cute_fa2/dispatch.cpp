@@ -1,4 +1,5 @@
-// Picks the architecture, the row of the tile table and the variant for a call, and tells Python what there is to pick from.
+// Picks the architecture, the row of the tile table and the variant for a call, and tells Python
+// what there is to pick from.
 #include "dispatch.h"
 
 #include <algorithm>
@@ -31,11 +32,14 @@ int smem_limit_of(int device) {
 
 std::string row_as_json(const FwdRow& row) {
   const FwdConfig& config = row.config;
-  auto field = [](const char* name, int value) { return ", \"" + std::string(name) + "\": " + std::to_string(value); };
-  return "{\"arch\": \"sm80\", \"op\": \"fwd\"" + field("head_dim", config.head_dim) + field("block_m", config.block_m) +
-         field("block_n", config.block_n) + field("warps", config.warps) + field("smem_bytes", config.smem_bytes()) +
-         field("stages", config.stages) +
-         field("blocks_per_sm", row.blocks_per_sm) + field("max_registers", row.max_registers()) + "}";
+  auto field = [](const char* name, int value) {
+    return ", \"" + std::string(name) + "\": " + std::to_string(value);
+  };
+  return "{\"arch\": \"sm80\", \"op\": \"fwd\"" + field("head_dim", config.head_dim) +
+         field("block_m", config.block_m) + field("block_n", config.block_n) +
+         field("warps", config.warps) + field("smem_bytes", config.smem_bytes()) +
+         field("stages", config.stages) + field("blocks_per_sm", row.blocks_per_sm) +
+         field("max_registers", row.max_registers()) + "}";
 }
 
 bool is_built(int head_dim) {
@@ -47,22 +51,28 @@ bool is_built(int head_dim) {
 
 std::string in_brackets(const std::string& items) { return "[" + items + "]"; }
 
-void append(std::string& items, const std::string& item) { items += items.empty() ? item : ", " + item; }
+void append(std::string& items, const std::string& item) {
+  items += items.empty() ? item : ", " + item;
+}
 
 }  // namespace
 
-void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit, int device, cudaStream_t stream) {
-  const int limit = smem_limit > 0 ? static_cast<int>(std::min<int64_t>(smem_limit, smem_limit_of(device)))
-                                   : smem_limit_of(device);
+void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit, int device,
+                cudaStream_t stream) {
+  const int limit = smem_limit > 0
+                        ? static_cast<int>(std::min<int64_t>(smem_limit, smem_limit_of(device)))
+                        : smem_limit_of(device);
   head_dim_switch<kBuiltHeadDims>(params.head_dim, [&](auto head_dim) {
     const int config_index = select_fwd_sm80(head_dim, limit);
     if (config_index < 0) {
-      throw std::runtime_error("flash_cute: no tile for head dim " + std::to_string(params.head_dim) + " fits " +
-                               std::to_string(limit) + " bytes of shared memory");
+      throw std::runtime_error("flash_cute: no tile for head dim " +
+                               std::to_string(params.head_dim) + " fits " + std::to_string(limit) +
+                               " bytes of shared memory");
     }
     dtype_switch(dtype, [&](auto dtype_constant) {
       mask_switch(mask, [&](auto mask_constant) {
-        launch_fwd_sm80<dtype_constant(), head_dim(), mask_constant()>(params, config_index, device, stream);
+        launch_fwd_sm80<dtype_constant(), head_dim(), mask_constant()>(params, config_index, device,
+                                                                       stream);
       });
     });
   });
@@ -80,14 +90,16 @@ std::string build_info() {
   for (const FwdRow& row : kFwdSm80) {
     if (is_built(row.config.head_dim)) append(tiles, row_as_json(row));
   }
-  return "{\"cuda_runtime\": " + std::to_string(CUDART_VERSION) + ", \"archs\": " + in_brackets(archs) +
-         ", \"head_dims\": " + in_brackets(head_dims) + ", \"tiles\": " + in_brackets(tiles) + "}";
+  return "{\"cuda_runtime\": " + std::to_string(CUDART_VERSION) +
+         ", \"archs\": " + in_brackets(archs) + ", \"head_dims\": " + in_brackets(head_dims) +
+         ", \"tiles\": " + in_brackets(tiles) + "}";
 }
 
 std::string tiles_for(int64_t smem_limit) {
   std::string tiles;
   for (int head_dim : kBuiltHeadDims) {
-    const int index = select_fwd_sm80(head_dim, static_cast<int>(std::min<int64_t>(smem_limit, INT32_MAX)));
+    const int index =
+        select_fwd_sm80(head_dim, static_cast<int>(std::min<int64_t>(smem_limit, INT32_MAX)));
     if (index >= 0) append(tiles, row_as_json(kFwdSm80[index]));
   }
   return in_brackets(tiles);
@@ -96,16 +108,18 @@ std::string tiles_for(int64_t smem_limit) {
 void check_cuda(cudaError_t status) {
   if (status == cudaSuccess) return;
   if (status == cudaErrorNoKernelImageForDevice) {
-    throw std::runtime_error("flash_cute: this build has no machine code for the GPU (it has " FLASH_CUTE_ARCHS
-                             "); build from source with FLASH_CUTE_ARCHS naming its compute capability");
+    throw std::runtime_error(
+        "flash_cute: this build has no machine code for the GPU (it has " FLASH_CUTE_ARCHS
+        "); build from source with FLASH_CUTE_ARCHS naming its compute capability");
   }
   throw std::runtime_error(std::string("flash_cute: CUDA error: ") + cudaGetErrorString(status));
 }
 
 void check_grid(int64_t blocks) {
   if (blocks > INT32_MAX) {
-    throw std::runtime_error("flash_cute: batch x heads x query blocks is " + std::to_string(blocks) +
-                             ", more than the 2^31 - 1 blocks that one launch can have; split the batch");
+    throw std::runtime_error(
+        "flash_cute: batch x heads x query blocks is " + std::to_string(blocks) +
+        ", more than the 2^31 - 1 blocks that one launch can have; split the batch");
   }
 }
 
@@ -115,12 +129,15 @@ void check_driver() {
   int driver = 0;
   check_cuda(cudaDriverGetVersion(&driver));
   if (driver / 1000 < CUDART_VERSION / 1000) {
-    auto version = [](int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); };
-    throw std::runtime_error("flash_cute: this build carries the runtime of CUDA " + version(CUDART_VERSION) +
-                             ", but the NVIDIA driver supports CUDA " + version(driver) +
-                             " at most; update the driver (CUDA 13 needs 580 or newer) or build flash_cute from source "
-                             "with a CUDA " +
-                             std::to_string(driver / 1000) + " toolkit (12.4 or newer)");
+    auto version = [](int v) {
+      return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10);
+    };
+    throw std::runtime_error(
+        "flash_cute: this build carries the runtime of CUDA " + version(CUDART_VERSION) +
+        ", but the NVIDIA driver supports CUDA " + version(driver) +
+        " at most; update the driver (CUDA 13 needs 580 or newer) or build flash_cute from source "
+        "with a CUDA " +
+        std::to_string(driver / 1000) + " toolkit (12.4 or newer)");
   }
   good.store(true, std::memory_order_relaxed);
 }

@@ -11,12 +11,15 @@
 
 namespace flash_cute {
 
-// Launches the forward on `stream` of `device`, which is the current device. The tile is chosen as if the device lent
-// `smem_limit` bytes of shared memory to a block, or by what it really lends where `smem_limit` is 0. Throws
-// std::runtime_error if this build cannot serve the call or CUDA refuses it.
-void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit, int device, cudaStream_t stream);
+// Launches the forward on `stream` of `device`, which is the current device. The tile is chosen as
+// if the device lent `smem_limit` bytes of shared memory to a block, or by what it really lends
+// where `smem_limit` is 0. Throws std::runtime_error if this build cannot serve the call or CUDA
+// refuses it.
+void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit, int device,
+                cudaStream_t stream);
 
-// JSON for Python: what was built, and the rows of the tile table that a device with that limit gets.
+// JSON for Python: what was built, and the rows of the tile table that a device with that limit
+// gets.
 std::string build_info();
 std::string tiles_for(int64_t smem_limit);
 
@@ -32,7 +35,9 @@ void check_driver();
 // A flag for each device. Setting one twice does no harm, so nothing is locked.
 class DeviceFlags {
  public:
-  bool test(int device) const { return device < 64 && (bits_.load(std::memory_order_relaxed) >> device & 1); }
+  bool test(int device) const {
+    return device < 64 && (bits_.load(std::memory_order_relaxed) >> device & 1);
+  }
   void set(int device) {
     if (device < 64) bits_.fetch_or(uint64_t{1} << device, std::memory_order_relaxed);
   }

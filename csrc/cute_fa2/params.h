@@ -1,18 +1,22 @@
-// What a launch needs to know, as plain structs: no torch, no CuTe, no inheritance.
+// What a launch needs to know, as plain structs, and how a call's scale and window become part of
+// it: no torch, no CuTe, no inheritance.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 
 namespace flash_cute {
 
 enum class DType { kHalf, kBFloat16 };
 
-// Which keys a query may see. Every mask is an interval of keys per query row (common/mask.h); `kFull` is the interval
-// [0, len_k), which needs no test but the one at the tensor's edge.
+// Which keys a query may see. Every mask is an interval of keys per query row (common/mask.h);
+// `kFull` is the interval [0, len_k), which needs no test but the one at the tensor's edge.
 enum class MaskKind { kFull, kBanded };
 
-// A (batch, heads, rows, head_dim) tensor. Strides count elements; rows are contiguous, 16-byte aligned, and a stride may
-// be 0 (expanded dimension).
+// A (batch, heads, rows, head_dim) tensor. Strides count elements; rows are contiguous, 16-byte
+// aligned, and a stride may be 0 (expanded dimension).
 template <class Pointer>
 struct TensorView {
   Pointer data;
@@ -35,14 +39,50 @@ struct FwdParams {
   int len_k;
   int head_dim;  // a multiple of 8, at most the head dim of the tile
 
-  // Query row i sees the keys [max(0, i + band_begin), min(len_k, i + band_end)). Ignored by MaskKind::kFull.
+  // Query row i sees the keys [max(0, i + band_begin), min(len_k, i + band_end)). Ignored by
+  // MaskKind::kFull.
   int band_begin;
   int band_end;
 
   // softmax_scale in three parts, so that the main loop only ever meets a positive, finite factor:
   float q_factor;           // sign of softmax_scale (-1, 0 or 1), multiplied into Q once
   float scale_log2;         // |softmax_scale| * log2(e), as exponentials are taken in base 2
-  bool subtract_max_first;  // the scale is so large that score * scale could overflow: see online_softmax.h
+  bool subtract_max_first;  // the scale is so large that score * scale could overflow: see
+                            // online_softmax.h
 };
+
+// Rows and keys are counted in 32 bits, sums of two lengths included.
+constexpr int64_t kMaxLength = int64_t{1} << 30;
+
+// softmax_scale as the kernels take it.
+inline void set_scale(FwdParams& params, double softmax_scale) {
+  constexpr double kLog2e = 1.4426950408889634;
+  // Beyond the first, an ordinary score times the scale may be more than fp32 can subtract exactly;
+  // the others keep the factor a normal number: -inf x factor is -inf, (s - max) x factor not NaN.
+  constexpr double kLarge = 256;
+  constexpr double kMin = std::numeric_limits<float>::min();
+  constexpr double kMax = std::numeric_limits<float>::max();
+  params.q_factor = softmax_scale > 0 ? 1.f : softmax_scale < 0 ? -1.f : 0.f;
+  params.scale_log2 =
+      softmax_scale == 0
+          ? 1.f
+          : static_cast<float>(std::clamp(std::abs(softmax_scale) * kLog2e, kMin, kMax));
+  params.subtract_max_first = params.scale_log2 > kLarge;
+}
+
+// The window as the band that the kernels take; returns whether it leaves anything out.
+inline MaskKind set_band(FwdParams& params, int64_t window_left, int64_t window_right,
+                         int64_t diagonal_offset) {
+  const int64_t len_q = params.len_q, len_k = params.len_k;
+  auto clamped = [&](int64_t shift) { return static_cast<int>(std::clamp(shift, -len_q, len_k)); };
+  constexpr int64_t kFar = 4 * kMaxLength;  // beyond every key
+  const int64_t offset = std::clamp(diagonal_offset, -kFar, kFar);
+  params.band_begin =
+      window_left < 0 ? clamped(-len_q) : clamped(offset - std::min(window_left, kFar));
+  params.band_end =
+      window_right < 0 ? clamped(len_k) : clamped(offset + std::min(window_right, kFar) + 1);
+  const bool everything = params.band_begin + len_q - 1 <= 0 && params.band_end >= len_k;
+  return everything ? MaskKind::kFull : MaskKind::kBanded;
+}
 
 }  // namespace flash_cute

@@ -1,4 +1,5 @@
-// From a runtime value to a compile-time constant: each switch calls `f` with a std::integral_constant.
+// From a runtime value to a compile-time constant: each switch calls `f` with a
+// std::integral_constant.
 #pragma once
 
 #include <array>
@@ -31,7 +32,8 @@ void head_dim_switch(int head_dim, F&& f) {
     return ((head_dim <= kBuckets[I] && (f(Constant<kBuckets[I]>{}), true)) || ...);
   }(std::make_index_sequence<kBuckets.size()>{});
   if (!found) {
-    throw std::runtime_error("flash_cute: this build has no kernel for head dim " + std::to_string(head_dim));
+    throw std::runtime_error("flash_cute: this build has no kernel for head dim " +
+                             std::to_string(head_dim));
   }
 }
 

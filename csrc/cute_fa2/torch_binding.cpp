@@ -1,6 +1,6 @@
-// The ops, on libtorch's stable ABI: one binary for every torch from 2.10 and, with no Python in it, for every Python. This is
-// the only file that sees torch. It checks what memory safety needs (torch.ops can be called directly); the messages for people
-// are in flash_cute/checks.py.
+// The ops, on libtorch's stable ABI: one binary for every torch from 2.10 and, with no Python in
+// it, for every Python. This is the only file that sees torch. It checks what memory safety needs
+// (torch.ops can be called directly); the messages for people are in flash_cute/checks.py.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <tuple>
 
@@ -19,28 +18,31 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // The one function that a CPU-only torch does not have: weak, so that the library loads there too.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace flash_cute {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kMaxLength = int64_t{1} << 30;  // rows and keys are counted in 32 bits, sums of two lengths included
 
-// How a dimension's elements lie apart; where there is at most one, the recorded stride says nothing.
+// How a dimension's elements lie apart; where there is at most one, the recorded stride says
+// nothing.
 int64_t stride_of(const Tensor& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; }
 
 // The kernels read and write rows in chunks of 16 bytes, 8 elements.
 bool has_rows_of_16_bytes(const Tensor& t) {
-  return t.size(3) % 8 == 0 && stride_of(t, 3) == 1 && stride_of(t, 0) % 8 == 0 && stride_of(t, 1) % 8 == 0 &&
-         stride_of(t, 2) % 8 == 0 && reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  return t.size(3) % 8 == 0 && stride_of(t, 3) == 1 && stride_of(t, 0) % 8 == 0 &&
+         stride_of(t, 1) % 8 == 0 && stride_of(t, 2) % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
 Tensor new_dense(const Tensor& like, const int64_t (&sizes)[4]) {
   return torch::stable::new_empty(like, {sizes[0], sizes[1], sizes[2], sizes[3]});
 }
 
-// `t` itself where its rows can be read in chunks of 16 bytes, else a dense copy with zeros up to the next multiple of 8.
+// `t` itself where its rows can be read in chunks of 16 bytes, else a dense copy with zeros up to
+// the next multiple of 8.
 Tensor readable_rows(const Tensor& t) {
   if (has_rows_of_16_bytes(t)) return t;
   const int64_t head_dim = t.size(3);
@@ -56,8 +58,8 @@ Tensor readable_rows(const Tensor& t) {
   return copy;
 }
 
-// torch.empty_like, without the detour through the dispatcher for the tensors that people have: dense, in any order of the
-// dimensions.
+// torch.empty_like, without the detour through the dispatcher for the tensors that people have:
+// dense, in any order of the dimensions.
 Tensor new_like(const Tensor& t) {
   int order[4] = {0, 1, 2, 3};
   std::sort(order, order + 4, [&](int a, int b) { return t.stride(a) < t.stride(b); });
@@ -73,8 +75,8 @@ Tensor new_like(const Tensor& t) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(4, t.sizes().data(), t.strides().data(), dtype, device_type,
-                                                  t.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(4, t.sizes().data(), t.strides().data(), dtype,
+                                                  device_type, t.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -84,8 +86,8 @@ Tensor new_lse(const Tensor& q) {
   int32_t device_type;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(q.get(), &device_type));
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(3, sizes, strides, aoti_torch_dtype_float32(), device_type,
-                                                  q.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(3, sizes, strides, aoti_torch_dtype_float32(),
+                                                  device_type, q.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -94,54 +96,37 @@ TensorView<Pointer> view_of(const Tensor& t) {
   return {t.data_ptr(), stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)};
 }
 
-// softmax_scale as the kernels take it (params.h).
-void set_scale(FwdParams& params, double softmax_scale) {
-  constexpr double kLog2e = 1.4426950408889634;
-  // Beyond the first bound an ordinary score times the scale may be more than fp32 can subtract exactly; the others keep the
-  // factor a normal number, so that -inf x factor is -inf and (s - max) x factor is not NaN.
-  constexpr double kLarge = 256, kMin = std::numeric_limits<float>::min(), kMax = std::numeric_limits<float>::max();
-  params.q_factor = softmax_scale > 0 ? 1.f : softmax_scale < 0 ? -1.f : 0.f;
-  params.scale_log2 = softmax_scale == 0
-                          ? 1.f
-                          : static_cast<float>(std::clamp(std::abs(softmax_scale) * kLog2e, kMin, kMax));
-  params.subtract_max_first = params.scale_log2 > kLarge;
-}
-
-// The band of visible keys (params.h); returns whether it leaves anything out.
-MaskKind set_band(FwdParams& params, int64_t window_left, int64_t window_right, int64_t diagonal_offset) {
-  const int64_t len_q = params.len_q, len_k = params.len_k;
-  auto clamped = [&](int64_t shift) { return static_cast<int>(std::clamp(shift, -len_q, len_k)); };
-  const int64_t far = 4 * kMaxLength;
-  const int64_t offset = std::clamp(diagonal_offset, -far, far);
-  params.band_begin = window_left < 0 ? clamped(-len_q) : clamped(offset - std::min(window_left, far));
-  params.band_end = window_right < 0 ? clamped(len_k) : clamped(offset + std::min(window_right, far) + 1);
-  const bool everything = params.band_begin + len_q - 1 <= 0 && params.band_end >= len_k;
-  return everything ? MaskKind::kFull : MaskKind::kBanded;
-}
-
 void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must have 4 dimensions");
-  STD_TORCH_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda() && k.get_device_index() == q.get_device_index() &&
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
+                  "q, k and v must have 4 dimensions");
+  STD_TORCH_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda() &&
+                      k.get_device_index() == q.get_device_index() &&
                       v.get_device_index() == q.get_device_index(),
                   "q, k and v must be on the same CUDA device");
   const ScalarType dtype = q.scalar_type();
-  STD_TORCH_CHECK((dtype == ScalarType::Half || dtype == ScalarType::BFloat16) && k.scalar_type() == dtype &&
-                      v.scalar_type() == dtype,
+  STD_TORCH_CHECK((dtype == ScalarType::Half || dtype == ScalarType::BFloat16) &&
+                      k.scalar_type() == dtype && v.scalar_type() == dtype,
                   "q, k and v must be all float16 or all bfloat16");
   const int64_t heads_q = q.size(1), heads_kv = k.size(1), head_dim = q.size(3);
-  STD_TORCH_CHECK(1 <= head_dim && head_dim <= kMaxHeadDim && k.size(3) == head_dim && v.size(3) == head_dim,
-                  "q, k and v must have the same head dim, from 1 to 256");
-  STD_TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0), "q, k and v must have the same batch size");
-  STD_TORCH_CHECK(v.size(1) == heads_kv && v.size(2) == k.size(2), "k and v must have the same heads and length");
+  STD_TORCH_CHECK(
+      1 <= head_dim && head_dim <= kMaxHeadDim && k.size(3) == head_dim && v.size(3) == head_dim,
+      "q, k and v must have the same head dim, from 1 to 256");
+  STD_TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0),
+                  "q, k and v must have the same batch size");
+  STD_TORCH_CHECK(v.size(1) == heads_kv && v.size(2) == k.size(2),
+                  "k and v must have the same heads and length");
   STD_TORCH_CHECK(heads_q == heads_kv || (heads_kv > 0 && heads_q % heads_kv == 0),
                   "the heads of q must be a multiple of those of k and v");
-  STD_TORCH_CHECK(q.size(2) <= kMaxLength && k.size(2) <= kMaxLength, "lengths must be at most 2^30");
-  STD_TORCH_CHECK(q.size(0) <= INT32_MAX && heads_q <= INT32_MAX, "batch and heads must be below 2^31");
+  STD_TORCH_CHECK(q.size(2) <= kMaxLength && k.size(2) <= kMaxLength,
+                  "lengths must be at most 2^30");
+  STD_TORCH_CHECK(q.size(0) <= INT32_MAX && heads_q <= INT32_MAX,
+                  "batch and heads must be below 2^31");
   STD_TORCH_CHECK(std::isfinite(softmax_scale), "softmax_scale must be finite");
 }
 
-std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scale, int64_t window_left, int64_t window_right,
-                               int64_t diagonal_offset, int64_t smem_limit) {
+std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scale,
+                               int64_t window_left, int64_t window_right, int64_t diagonal_offset,
+                               int64_t smem_limit) {
   check_inputs(q, k, v, softmax_scale);
   check_driver();
   const int device = q.get_device_index();
@@ -154,8 +139,9 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
   if (lse.numel() == 0) return {out, lse};
 
   const Tensor q_rows = readable_rows(q), k_rows = readable_rows(k), v_rows = readable_rows(v);
-  Tensor out_rows =
-      has_rows_of_16_bytes(out) ? out : new_dense(q, {q.size(0), q.size(1), q.size(2), q_rows.size(3)});
+  Tensor out_rows = has_rows_of_16_bytes(out)
+                        ? out
+                        : new_dense(q, {q.size(0), q.size(1), q.size(2), q_rows.size(3)});
 
   FwdParams params;
   params.q = view_of<const void*>(q_rows);
@@ -174,7 +160,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
   const DType dtype = q.scalar_type() == ScalarType::Half ? DType::kHalf : DType::kBFloat16;
   launch_fwd(params, dtype, mask, smem_limit, device, static_cast<cudaStream_t>(stream));
 
-  if (out_rows.get() != out.get()) torch::stable::copy_(out, torch::stable::narrow(out_rows, 3, 0, q.size(3)));
+  if (out_rows.get() != out.get())
+    torch::stable::copy_(out, torch::stable::narrow(out_rows, 3, 0, q.size(3)));
   return {out, lse};
 }
 
@@ -183,7 +170,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
 
 STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(
-      "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, SymInt window_left=-1, SymInt window_right=-1, "
+      "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, SymInt window_left=-1, SymInt "
+      "window_right=-1, "
       "SymInt diagonal_offset=0, SymInt smem_limit=0) -> (Tensor out, Tensor softmax_lse)");
   m.def("build_info() -> str");
   m.def("tiles_for(int smem_limit) -> str");

@@ -1,5 +1,6 @@
-// Masks as intervals: for a query row, the first visible key and one past the last. Both never decrease from a row to the
-// next, and from them alone follow the key blocks that a tile visits, those that need no test of single elements, and that test.
+// Masks as intervals: for a query row, the first visible key and one past the last. Both never
+// decrease from a row to the next, and from them alone follow the key blocks that a tile visits,
+// those that need no test of single elements, and that test.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -30,7 +31,8 @@ class Mask {
     return kKind == MaskKind::kFull ? len_k_ : cute::min(len_k_, row + band_end_);
   }
 
-  // The key blocks of which any of the rows [row_begin, row_end) sees a key; empty (end <= begin) when there is none.
+  // The key blocks of which any of the rows [row_begin, row_end) sees a key; empty (end <= begin)
+  // when there is none.
   CUTE_DEVICE BlockRange visible_blocks(int row_begin, int row_end, int block_n) const {
     return {begin(row_begin) / block_n, (cute::max(0, end(row_end - 1)) + block_n - 1) / block_n};
   }
@@ -40,10 +42,12 @@ class Mask {
     return {(begin(row_end - 1) + block_n - 1) / block_n, cute::max(0, end(row_begin)) / block_n};
   }
 
-  // Sets the scores outside each row's interval to -inf. `scores` and `coords` (row and key of each score within the tile)
-  // have the same (rows, columns) layout; the tile begins at (row_origin, key_origin).
+  // Sets the scores outside each row's interval to -inf. `scores` and `coords` (row and key of each
+  // score within the tile) have the same (rows, columns) layout; the tile begins at (row_origin,
+  // key_origin).
   template <class Scores, class Coords>
-  CUTE_DEVICE void apply(Scores& scores, const Coords& coords, int row_origin, int key_origin) const {
+  CUTE_DEVICE void apply(Scores& scores, const Coords& coords, int row_origin,
+                         int key_origin) const {
     // Few blocks need this: what is computed on the way must not cost the others registers.
     row_origin = platform::computed_here(row_origin);
     CUTE_UNROLL
@@ -54,7 +58,8 @@ class Mask {
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) {
         const int key = cute::get<1>(coords(r, c));
-        if (key >= row_end || (kKind == MaskKind::kBanded && key < row_begin)) scores(r, c) = -INFINITY;
+        if (key >= row_end || (kKind == MaskKind::kBanded && key < row_begin))
+          scores(r, c) = -INFINITY;
       }
     }
   }

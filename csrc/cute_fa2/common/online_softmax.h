@@ -1,4 +1,5 @@
-// Softmax over a row of which only one block of scores is there at a time (Milakov & Gimelshein 2018; Dao et al. 2022).
+// Softmax over a row of which only one block of scores is there at a time (Milakov & Gimelshein
+// 2018; Dao et al. 2022).
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,14 +9,13 @@
 
 namespace flash_cute {
 
-// The running maximum and sum of kRows rows. Scores are raw products; with c = scale_log2 > 0 a score s weighs 2^(c (s - m)).
-// The four lanes of a quad share each row: the maximum is kept for the whole row, the sum for the lane's own columns until
-// `finish`.
+// The running maximum and sum of kRows rows. Scores are raw products; with c = scale_log2 > 0 a
+// score s weighs 2^(c (s - m)). The four lanes of a quad share each row: the maximum is kept for
+// the whole row, the sum for the lane's own columns until `finish`.
 template <int kRows>
 class OnlineSoftmax {
  public:
-  CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params)
-      : params_(params) {
+  CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params) : params_(params) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       max_[r] = -INFINITY;
@@ -23,8 +23,8 @@ class OnlineSoftmax {
     }
   }
 
-  // Takes one more block of scores: replaces them by their weights and rescales `out`, the weighted sum of V so far, to the new
-  // maximum. Both are matrices of (kRows, columns).
+  // Takes one more block of scores: replaces them by their weights and rescales `out`, the weighted
+  // sum of V so far, to the new maximum. Both are matrices of (kRows, columns).
   template <class Scores, class Out>
   CUTE_DEVICE void step(Scores& scores, Out& out) {
     CUTE_UNROLL
@@ -35,15 +35,17 @@ class OnlineSoftmax {
       row_max = fmaxf(row_max, platform::shuffle_xor(row_max, 2));
       row_max = fmaxf(row_max, platform::shuffle_xor(row_max, 1));
 
-      // A row that has seen no key yet has the maximum -inf; 0 in its place keeps -inf - -inf (NaN) out.
+      // A row that has seen no key yet has the maximum -inf; 0 in its place keeps -inf - -inf (NaN)
+      // out.
       const float shift = row_max == -INFINITY ? 0.f : row_max;
       const float rescale = platform::exp2((max_[r] - shift) * params_.scale_log2);
       max_[r] = row_max;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale;
 
-      // c s - c m is one fused multiply-add a score. It errs by the rounding of c m alone, by the same amount for the whole row,
-      // which the sum takes out again; but where c is so large that this amount could overflow, the maximum goes first.
+      // c s - c m is one fused multiply-add a score. It errs by the rounding of c m alone, by the
+      // same amount for the whole row, which the sum takes out again; but where c is so large that
+      // this amount could overflow, the maximum goes first.
       float scaled_shift = shift * params_.scale_log2;
       if (params_.subtract_max_first) {
         CUTE_UNROLL
@@ -60,8 +62,8 @@ class OnlineSoftmax {
     }
   }
 
-  // Divides `out` by the rows' sums and returns the rows' log-sum-exp (natural logarithm). A row without a key has a sum of 0
-  // and gets out = 0, lse = -inf.
+  // Divides `out` by the rows' sums and returns the rows' log-sum-exp (natural logarithm). A row
+  // without a key has a sum of 0 and gets out = 0, lse = -inf.
   template <class Out>
   CUTE_DEVICE auto finish(Out& out) {
     auto lse = cute::make_tensor<float>(cute::Int<kRows>{});

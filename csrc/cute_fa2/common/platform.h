@@ -1,13 +1,14 @@
-// All that a kernel asks of the machine below CuTe's layouts: who am I, wait for the others, exchange within a warp, the
-// exponential, and the instructions behind copies and matrix products. Kernels use nothing of the kind by any other way, so
-// that another platform can stand in for the GPU.
+// All that a kernel asks of the machine below CuTe's layouts: who am I, wait for the others,
+// exchange within a warp, the exponential, and the instructions behind copies and matrix products.
+// Kernels use nothing of the kind by any other way, so that another platform can stand in for the
+// GPU.
 #pragma once
 
+#include <cutlass/numeric_types.h>
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/mma_sm80.hpp>
 #include <cute/config.hpp>
-#include <cutlass/numeric_types.h>
 #include <type_traits>
 
 namespace flash_cute::platform {
@@ -15,14 +16,16 @@ namespace flash_cute::platform {
 CUTE_DEVICE int thread_index() { return threadIdx.x; }
 CUTE_DEVICE int block_index() { return blockIdx.x; }
 
-// A barrier of all threads of the block, which also makes their shared-memory accesses visible to each other.
+// A barrier of all threads of the block, which also makes their shared-memory accesses visible to
+// each other.
 CUTE_DEVICE void sync_block() { __syncthreads(); }
 
 CUTE_DEVICE float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 
-// 2^x to about 2 ulp, denormal results flushed to zero: one instruction of the special-function unit.
+// 2^x to about 2 ulp, denormal results flushed to zero: one instruction of the special-function
+// unit.
 CUTE_DEVICE float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -31,29 +34,32 @@ CUTE_DEVICE float exp2(float x) {
 
 CUTE_DEVICE float log2(float x) { return ::log2f(x); }
 
-// The same value, with its origin hidden from the compiler: what is computed from it is computed where it stands, not ahead of
-// the loop, where it would hold a register.
+// The same value, with its origin hidden from the compiler: what is computed from it is computed
+// where it stands, not ahead of the loop, where it would hold a register.
 CUTE_DEVICE int computed_here(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Copies issued by this thread so far form a group; `wait_copies<N>` returns when at most the N newest groups are still
-// under way. What they wrote is then visible to this thread, to the others after a barrier.
+// Copies issued by this thread so far form a group; `wait_copies<N>` returns when at most the N
+// newest groups are still under way. What they wrote is then visible to this thread, to the others
+// after a barrier.
 CUTE_DEVICE void commit_copies() { cute::cp_async_fence(); }
 template <int kGroupsInFlight>
 CUTE_DEVICE void wait_copies() {
   cute::cp_async_wait<kGroupsInFlight>();
 }
 
-// 16 bytes from global to shared memory, past L1; zeros where the predicate is false, with nothing read.
+// 16 bytes from global to shared memory, past L1; zeros where the predicate is false, with nothing
+// read.
 using CopyGlobalToShared = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;
 // ldmatrix: four 8 x 8 matrices of 2-byte elements, as they lie or transposed.
 using LoadMatrix = cute::SM75_U32x4_LDSM_N;
 using LoadMatrixTransposed = cute::SM75_U16x8_LDSM_T;
 // mma.sync m16n8k16 with fp32 accumulation.
 template <class Element>
-using Mma = std::conditional_t<std::is_same_v<Element, cutlass::half_t>, cute::SM80_16x8x16_F32F16F16F32_TN,
-                               cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+using Mma =
+    std::conditional_t<std::is_same_v<Element, cutlass::half_t>, cute::SM80_16x8x16_F32F16F16F32_TN,
+                       cute::SM80_16x8x16_F32BF16BF16F32_TN>;
 
 }  // namespace flash_cute::platform

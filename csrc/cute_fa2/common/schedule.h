@@ -14,18 +14,21 @@ struct TileCoord {
   int batch;
 };
 
-// One block per tile on a one-dimensional grid (y and z end at 65,535). Consecutive blocks walk over the query rows of one
-// head, so that its K and V stay in L2, and from the last rows to the first: under a causal mask the longest tiles start first
-// and the short ones fill the gaps at the end.
+// One block per tile on a one-dimensional grid (y and z end at 65,535). Consecutive blocks walk
+// over the query rows of one head, so that its K and V stay in L2, and from the last rows to the
+// first: under a causal mask the longest tiles start first and the short ones fill the gaps at the
+// end.
 struct OneTilePerBlock {
   static int64_t grid_size(const FwdParams& params, int block_m) {
-    return static_cast<int64_t>((params.len_q + block_m - 1) / block_m) * params.heads_q * params.batch;
+    return static_cast<int64_t>((params.len_q + block_m - 1) / block_m) * params.heads_q *
+           params.batch;
   }
 
   static CUTE_DEVICE TileCoord tile(const FwdParams& params, int block_m, int block_index) {
     const int m_blocks = (params.len_q + block_m - 1) / block_m;
     const int head_and_batch = block_index / m_blocks;
-    return {m_blocks - 1 - block_index % m_blocks, head_and_batch % params.heads_q, head_and_batch / params.heads_q};
+    return {m_blocks - 1 - block_index % m_blocks, head_and_batch % params.heads_q,
+            head_and_batch / params.heads_q};
   }
 };
 

@@ -1,4 +1,5 @@
-// What a finished tile leaves in global memory: O, through shared memory for 16-byte stores, and the log-sum-exp.
+// What a finished tile leaves in global memory: O, through shared memory for 16-byte stores, and
+// the log-sum-exp.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,17 +15,19 @@ template <class Traits>
 struct FwdEpilogue {
   using ElementOut = typename Traits::ElementOut;
   using TiledMma = typename Traits::TiledMma;
-  using TileShapeO = cute::Shape<cute::Int<Traits::kBlockM>, cute::Int<Traits::kHeadDimV>>;
+  using ShapeO = typename Traits::ShapeO;
 
   // tOrO  (4, MMA_M, kHeadDimV / 8), normalised
   // lse   (rows), of the thread's rows, the same for the four lanes of a quad
   // row0  the tile's first query row, of which `rows_q` exist
   template <class Out, class Lse>
-  static CUTE_DEVICE void run(const FwdParams& params, TileCoord tile, int row0, int rows_q, int len_q,
-                              typename Traits::SharedMemory& smem, const Out& tOrO, const Lse& lse) {
+  static CUTE_DEVICE void run(const FwdParams& params, TileCoord tile, int row0, int rows_q,
+                              int len_q, typename Traits::SharedMemory& smem, const Out& tOrO,
+                              const Lse& lse) {
     using namespace cute;
     const int thread = platform::thread_index();
-    auto sO = make_tensor(make_smem_ptr(smem.o), typename Traits::SmemLayoutO{});  // (kBlockM, kHeadDimV)
+    using SmemLayoutO = typename Traits::SmemLayoutO;
+    auto sO = make_tensor(make_smem_ptr(smem.o), SmemLayoutO{});  // (kBlockM, kHeadDimV)
 
     auto rO = convert<ElementOut>(tOrO);
     typename Traits::StoreO store_o;
@@ -32,8 +35,10 @@ struct FwdEpilogue {
     platform::sync_block();  // all warps are done reading Q, whose space O takes
     copy(store_o, thread_store_o.retile_S(rO), thread_store_o.partition_D(sO));
 
-    auto tOcO = as_matrix(TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(TileShapeO{})));
-    float* lse_of_head = params.lse + (static_cast<int64_t>(tile.batch) * params.heads_q + tile.head) * len_q;
+    auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
+        TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
+    float* lse_of_head =
+        params.lse + (static_cast<int64_t>(tile.batch) * params.heads_q + tile.head) * len_q;
     if (get<1>(tOcO(0, 0)) == 0) {  // one lane of each quad
       CUTE_UNROLL
       for (int r = 0; r < size(lse); ++r) {
@@ -42,14 +47,15 @@ struct FwdEpilogue {
       }
     }
 
-    platform::sync_block();  // O is in shared memory, from all warps
-    auto gO = tiles_of_head<Traits::kBlockM, Traits::kHeadDimV, ElementOut>(params.out, tile.batch, tile.head, len_q)(
-        _, _, row0 / Traits::kBlockM);                           // (kBlockM, kHeadDimV)
+    platform::sync_block();                       // O is in shared memory, from all warps
+    auto gO = tiles_of_head<ShapeO, ElementOut>(  // (kBlockM, kHeadDimV)
+        params.out, tile.batch, tile.head, len_q)(_, _, tile.m_block);
     typename Traits::GmemCopyO gmem_copy;
     auto thread_copy = gmem_copy.get_slice(thread);
-    auto from = thread_copy.partition_S(sO);                                   // (8, rows, columns)
-    auto to = thread_copy.partition_D(gO);                                     // (8, rows, columns)
-    auto at = thread_copy.partition_S(make_identity_tensor(TileShapeO{}));     // (8, rows, columns) -> (row, column)
+    auto from = thread_copy.partition_S(sO);  // (8, rows, columns)
+    auto to = thread_copy.partition_D(gO);    // (8, rows, columns)
+    // (8, rows, columns) -> (row, column)
+    auto at = thread_copy.partition_S(make_identity_tensor(ShapeO{}));
     CUTE_UNROLL
     for (int r = 0; r < size<1>(from); ++r) {
       CUTE_UNROLL

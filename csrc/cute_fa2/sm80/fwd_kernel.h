@@ -1,4 +1,5 @@
-// One tile of the forward from beginning to end: whose rows, which keys, the main loop, the epilogue.
+// One tile of the forward from beginning to end: whose rows, which keys, the main loop, the
+// epilogue.
 #pragma once
 
 #include "common/copy.h"
@@ -21,21 +22,23 @@ struct FwdKernel {
 
   static CUTE_DEVICE void run(const FwdParams& params, typename Traits::SharedMemory& smem) {
     using namespace cute;
+    using Element = typename Traits::Element;
     const TileCoord tile = Schedule::tile(params, Traits::kBlockM, platform::block_index());
     const Sequence sequence(params);
     const Mask<kMask> mask(params, sequence);
     const int row0 = tile.m_block * Traits::kBlockM;
     const int rows_q = min(Traits::kBlockM, sequence.len_q - row0);
 
-    auto gQ = tiles_of_head<Traits::kBlockM, Traits::kHeadDim, const typename Traits::Element>(
-        params.q, tile.batch, tile.head, sequence.len_q)(_, _, tile.m_block);  // (kBlockM, kHeadDim)
-    const DenseKeysValues<Traits> source(params, tile.batch, tile.head / params.heads_per_kv_head, sequence.len_k,
-                                         platform::thread_index());
+    auto gQ = tiles_of_head<typename Traits::ShapeQ, const Element>(  // (kBlockM, kHeadDim)
+        params.q, tile.batch, tile.head, sequence.len_q)(_, _, tile.m_block);
+    const DenseKeysValues<Traits> keys_values(params, tile.batch,
+                                              tile.head / params.heads_per_kv_head, sequence.len_k,
+                                              platform::thread_index());
 
-    auto tOrO = partition_fragment_C(typename Traits::TiledMma{},
-                                     Shape<Int<Traits::kBlockM>, Int<Traits::kHeadDimV>>{});  // (4, MMA_M, kHeadDimV / 8)
+    auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
+        typename Traits::TiledMma{}, typename Traits::ShapeO{});
     typename Mainloop::Softmax softmax(params);
-    Mainloop::run(params, gQ, source, mask, row0, rows_q, smem, softmax, tOrO);
+    Mainloop::run(params, gQ, keys_values, mask, row0, rows_q, smem, softmax, tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
     auto lse = softmax.finish(out);

@@ -17,117 +17,133 @@ struct FwdMainloop {
   using Element = typename Traits::Element;
   using TiledMma = typename Traits::TiledMma;
   using SharedMemory = typename Traits::SharedMemory;
-  using TileShapeQ = cute::Shape<cute::Int<Traits::kBlockM>, cute::Int<Traits::kHeadDim>>;
-  using LoaderQ = TileLoader<typename Traits::GmemCopy, TileShapeQ>;
+  using SmemLayoutQ = typename Traits::SmemLayoutQ;
+  using SmemLayoutK = typename Traits::SmemLayoutK;
+  using SmemLayoutV = typename Traits::SmemLayoutV;
+  using SmemLayoutVt = typename Traits::SmemLayoutVt;
+  using LoadQ = typename Traits::LoadQ;
+  using LoadK = typename Traits::LoadK;
+  using LoadVt = typename Traits::LoadVt;
+  using ShapeQ = typename Traits::ShapeQ;
+  using ShapeK = typename Traits::ShapeK;
+  using ShapeVt = typename Traits::ShapeVt;
+  using ShapeS = typename Traits::ShapeS;
 
-  // Every score row of this thread; rows of S and O are the same.
+  // The rows of S and O that this thread holds elements of.
   static constexpr int kRows = 2 * Traits::kBlockM / cute::tile_size<0>(TiledMma{});
   using Softmax = OnlineSoftmax<kRows>;
 
-  // Leaves the weighted sum of V in `tOrO` (cleared here) and its statistics in `softmax`.
-  //   gQ      (kBlockM, kHeadDim) in global memory, of which `rows_q` rows exist
-  //   source  hands out the tiles of K and V
-  //   row0    the tile's first query row
-  template <class GQ, class Source, class Out>
-  static CUTE_DEVICE void run(const FwdParams& params, const GQ& gQ, const Source& source, const Mask<kMask>& mask, int row0,
-                              int rows_q, SharedMemory& smem, Softmax& softmax, Out& tOrO) {
+  // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`.
+  //   gQ            (kBlockM, kHeadDim) in global memory, of which `rows_q` rows exist
+  //   keys_values   hands out the tiles of K and V
+  //   row0          the tile's first query row
+  //   tOrO          (4, MMA_M, kHeadDimV / 8), cleared here
+  template <class GQ, class KeysValues, class Out>
+  static CUTE_DEVICE void run(const FwdParams& params, const GQ& gQ, const KeysValues& keys_values,
+                              const Mask<kMask>& mask, int row0, int rows_q, SharedMemory& smem,
+                              Softmax& softmax, Out& tOrO) {
     using namespace cute;
+    constexpr int kBlockN = Traits::kBlockN;
     const int thread = platform::thread_index();
 
     clear(tOrO);
-    const BlockRange blocks = mask.visible_blocks(row0, row0 + rows_q, Traits::kBlockN);
-    if (blocks.end <= blocks.begin) return;
-    const BlockRange unmasked = mask.fully_visible_blocks(row0, row0 + rows_q, Traits::kBlockN);
+    const BlockRange visible = mask.visible_blocks(row0, row0 + rows_q, kBlockN);
+    if (visible.end <= visible.begin) return;
+    const BlockRange unmasked = mask.fully_visible_blocks(row0, row0 + rows_q, kBlockN);
 
-    auto sQ = make_tensor(make_smem_ptr(smem.q), typename Traits::SmemLayoutQ{});  // (kBlockM, kHeadDim)
-    auto stage_of = [](int n_block) { return n_block % Traits::kStages; };
-    auto keys = [&](int n_block) {  // (kBlockN, kHeadDim)
-      return make_tensor(make_smem_ptr(smem.k[stage_of(n_block)]), typename Traits::SmemLayoutK{});
+    // Shared memory. Block n_block of the keys lives in stage n_block % kStages.
+    auto sQ = make_tensor(make_smem_ptr(smem.q), SmemLayoutQ{});  // (kBlockM, kHeadDim)
+    auto sK = [&](int n_block) {                                  // (kBlockN, kHeadDim)
+      return make_tensor(make_smem_ptr(smem.k[n_block % Traits::kStages]), SmemLayoutK{});
     };
-    auto values = [&](int n_block) {  // (kBlockN, kHeadDimV)
-      return make_tensor(make_smem_ptr(smem.v[stage_of(n_block)]), typename Traits::SmemLayoutV{});
+    auto sV = [&](int n_block) {  // (kBlockN, kHeadDimV)
+      return make_tensor(make_smem_ptr(smem.v[n_block % Traits::kStages]), SmemLayoutV{});
     };
-    auto values_transposed = [&](int n_block) {  // (kHeadDimV, kBlockN)
-      return make_tensor(make_smem_ptr(smem.v[stage_of(n_block)]), typename Traits::SmemLayoutVt{});
+    auto sVt = [&](int n_block) {  // (kHeadDimV, kBlockN), the same elements
+      return make_tensor(make_smem_ptr(smem.v[n_block % Traits::kStages]), SmemLayoutVt{});
     };
 
-    const LoaderQ loader_q(thread, params.head_dim);
-    loader_q.load(gQ, sQ, rows_q);
-    source.load_keys(blocks.end - 1, keys(blocks.end - 1));
-    if constexpr (Traits::kStages == 2) source.load_values(blocks.end - 1, values(blocks.end - 1));
-    platform::commit_copies();
-    if (params.q_factor != 1.f) {
-      platform::wait_copies<0>();  // makes this thread's own copies visible to it; it multiplies no others
-      loader_q.multiply(sQ, params.q_factor);
-    }
-
+    // Registers; N = kBlockN, D = kHeadDim, Dv = kHeadDimV.
     TiledMma mma;
-    auto tSrQ = make_tensor<Element>(partition_shape_A(mma, TileShapeQ{}));             // (8, MMA_M, kHeadDim / 16)
-    auto tSrK = make_tensor<Element>(partition_shape_B(mma, Shape<Int<Traits::kBlockN>, Int<Traits::kHeadDim>>{}));  // (4, kBlockN / 8, kHeadDim / 16)
-    auto tOrVt = make_tensor<Element>(partition_shape_B(mma, Shape<Int<Traits::kHeadDimV>, Int<Traits::kBlockN>>{}));  // (4, kHeadDimV / 8, kBlockN / 16)
-    typename Traits::LoadQ load_q;
-    auto tXrQ = load_q.get_slice(thread).retile_D(tSrQ);  // (ldmatrix, MMA_M, k16 steps)
+    auto tSrQ = make_tensor<Element>(partition_shape_A(mma, ShapeQ{}));    // (8, MMA_M, D / 16)
+    auto tSrK = make_tensor<Element>(partition_shape_B(mma, ShapeK{}));    // (4, N / 8, D / 16)
+    auto tOrVt = make_tensor<Element>(partition_shape_B(mma, ShapeVt{}));  // (4, Dv / 8, N / 16)
+    LoadQ load_q;
+    auto tXrQ = load_q.get_slice(thread).retile_D(tSrQ);  // (ldmatrix, MMA_M, D / 16)
+
+    auto load_keys = [&](int n_block) { keys_values.load_keys(n_block, sK(n_block)); };
+    auto load_values = [&](int n_block) { keys_values.load_values(n_block, sV(n_block)); };
 
     auto step = [&](int n_block) {
-      // K of this block has landed, for all threads (and Q, the first time); and all warps are done with V of the last block,
-      // so that its space may be filled again.
+      // What was copied is there, for all threads: K of this block (and Q, in the first step), with
+      // two stages V too. All warps are done with the block before, whose space may be filled.
       platform::wait_copies<0>();
       platform::sync_block();
       if constexpr (Traits::kStages == 1) {
-        source.load_values(n_block, values(n_block));
-        platform::commit_copies();
-      } else if (n_block > blocks.begin) {
-        source.load_keys(n_block - 1, keys(n_block - 1));
-        source.load_values(n_block - 1, values(n_block - 1));
-        platform::commit_copies();
+        load_values(n_block);
+      } else if (n_block > visible.begin) {
+        load_keys(n_block - 1);
+        load_values(n_block - 1);
       }
+      platform::commit_copies();
 
       auto tXsQ = load_q.get_slice(platform::computed_here(thread)).partition_S(sQ);  // as tXrQ
-      if (Traits::kQInRegisters && n_block == blocks.end - 1) copy(load_q, tXsQ, tXrQ);
+      if (Traits::kQInRegisters && n_block == visible.end - 1) copy(load_q, tXsQ, tXrQ);
       auto fetch_q = [&](int k) {
         if constexpr (!Traits::kQInRegisters) copy(load_q, tXsQ(_, _, k), tXrQ(_, _, k));
       };
-      auto tSrS = partition_fragment_C(mma, Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{});  // (4, MMA_M, kBlockN / 8)
+      auto tSrS = partition_fragment_C(mma, ShapeS{});  // (4, MMA_M, N / 8)
       clear(tSrS);
-      multiply<typename Traits::LoadK>(fetch_q, tSrQ, tSrK, keys(n_block), tSrS);
+      multiply<LoadK>(tSrQ, fetch_q, tSrK, sK(n_block), tSrS);
 
       if constexpr (Traits::kStages == 1) {
-      // V of this block has landed, for all threads; and all warps are done with K, so that the next may come.
-      platform::wait_copies<0>();
-      platform::sync_block();
-      if (n_block > blocks.begin) {
-        source.load_keys(n_block - 1, keys(n_block - 1));
+        // V of this block is there, for all threads. All warps are done with K: the next may come.
+        platform::wait_copies<0>();
+        platform::sync_block();
+        if (n_block > visible.begin) load_keys(n_block - 1);
         platform::commit_copies();
-      }
       }
 
       auto scores = as_matrix(tSrS);  // (rows, columns)
       auto out = as_matrix(tOrO);     // (rows, columns)
       if (!unmasked.contains(n_block)) {
-        auto tScS = as_matrix(mma.get_slice(platform::computed_here(thread))  // (rows, columns) -> (row, key)
-                                  .partition_C(make_identity_tensor(Shape<Int<Traits::kBlockM>, Int<Traits::kBlockN>>{})));
-        mask.apply(scores, tScS, row0, n_block * Traits::kBlockN);
+        auto thread_mma = mma.get_slice(platform::computed_here(thread));
+        auto tScS = as_matrix(thread_mma.partition_C(  // (rows, columns) -> (row, key)
+            make_identity_tensor(ShapeS{})));
+        mask.apply(scores, tScS, row0, n_block * kBlockN);
       }
       softmax.step(scores, out);
 
-      auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, kBlockN / 8)
-      auto tOrP = as_a_operand(tSrP);      // (8, MMA_M, kBlockN / 16)
-      multiply<typename Traits::LoadVt>([](int) {}, tOrP, tOrVt, values_transposed(n_block), tOrO);
+      auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
+      auto tOrP = as_a_operand(tSrP);      // (8, MMA_M, N / 16)
+      multiply<LoadVt>(tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO);
     };
 
-    for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) step(n_block);
+    const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);
+    loader_q.load(gQ, sQ, rows_q);
+    load_keys(visible.end - 1);
+    if constexpr (Traits::kStages == 2) load_values(visible.end - 1);
+    platform::commit_copies();
+    if (params.q_factor != 1.f) {
+      // A wait makes a thread's own copies visible to it, and it touches no others.
+      platform::wait_copies<0>();
+      loader_q.multiply(sQ, params.q_factor);
+    }
+    for (int n_block = visible.end - 1; n_block >= visible.begin; --n_block) step(n_block);
   }
 
  private:
-  // C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of the products that use them, few
-  // at a time, as registers are short. `fetch_a(k)` is called ahead of the products of step k.
-  template <class LoadB, class FetchA, class A, class B, class SmemB, class C>
-  static CUTE_DEVICE void multiply(const FetchA& fetch_a, const A& rA, B& rB, const SmemB& sB, C& rC) {
+  // C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of the
+  // products that use them and no more, as registers are short. `fetch_a(k)` brings A's fragments
+  // of step k and is called ahead of that step's products.
+  template <class LoadB, class A, class FetchA, class B, class SmemB, class C>
+  static CUTE_DEVICE void multiply(const A& rA, const FetchA& fetch_a, B& rB, const SmemB& sB,
+                                   C& rC) {
     using namespace cute;
     TiledMma mma;
     LoadB load_b;
     auto thread_load_b = load_b.get_slice(platform::computed_here(platform::thread_index()));
-    auto from_b = thread_load_b.partition_S(sB);  // (ldmatrix, MMA_N / 2, k16 steps)
+    auto from_b = thread_load_b.partition_S(sB);  // (ldmatrix, columns / 16, k16 steps)
     auto to_b = thread_load_b.retile_D(rB);       // as from_b
     constexpr int kPairs = decltype(size<1>(from_b))::value;
     constexpr int kSteps = decltype(size<2>(from_b))::value;
@@ -144,7 +160,9 @@ struct FwdMainloop {
       CUTE_UNROLL
       for (int m = 0; m < size<1>(rA); ++m) {
         CUTE_UNROLL
-        for (int n = 2 * pair; n < 2 * pair + 2; ++n) gemm(mma, rC(_, m, n), rA(_, m, k), rB(_, n, k), rC(_, m, n));
+        for (int n = 2 * pair; n < 2 * pair + 2; ++n) {
+          gemm(mma, rC(_, m, n), rA(_, m, k), rB(_, n, k), rC(_, m, n));
+        }
       }
     }
   }

@@ -12,7 +12,8 @@ namespace flash_cute {
 namespace sm80 {
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Traits::kThreads) fwd_kernel(const __grid_constant__ FwdParams params) {
+__global__ void __launch_bounds__(Kernel::Traits::kThreads)
+    fwd_kernel(const __grid_constant__ FwdParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   Kernel::run(params, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
 }
@@ -23,14 +24,17 @@ void launch(const FwdParams& params, int device, cudaStream_t stream) {
   constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
   const int64_t blocks = Kernel::Schedule::grid_size(params, Traits::kBlockM);
   check_grid(blocks);
-  if constexpr (kSmemBytes > 48 * 1024) {  // more than 48 KB has to be asked for, once for each device
+  if constexpr (kSmemBytes >
+                48 * 1024) {  // more than 48 KB has to be asked for, once for each device
     static DeviceFlags asked_for;
     if (!asked_for.test(device)) {
-      check_cuda(cudaFuncSetAttribute(fwd_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes));
+      check_cuda(cudaFuncSetAttribute(fwd_kernel<Kernel>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes));
       asked_for.set(device);
     }
   }
-  fwd_kernel<Kernel><<<static_cast<unsigned>(blocks), Traits::kThreads, kSmemBytes, stream>>>(params);
+  fwd_kernel<Kernel>
+      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSmemBytes, stream>>>(params);
   check_cuda(cudaGetLastError());
 }
 
@@ -43,7 +47,8 @@ void launch_fwd_sm80(const FwdParams& params, int config_index, int device, cuda
         [&] {
           if constexpr (kFwdSm80[I].config.head_dim == kHeadDim) {
             if (config_index == I) {
-              sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kFwdSm80[I].config>, kMask>>(params, device, stream);
+              sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kFwdSm80[I].config>, kMask>>(
+                  params, device, stream);
             }
           }
         }(),

@@ -1,13 +1,14 @@
-// The types of one SM80 forward kernel: tile shapes, the tiled MMA, shared-memory layouts and the copies between memories.
+// The types of one SM80 forward kernel: tile shapes, the tiled MMA, shared-memory layouts and the
+// copies between memories.
 #pragma once
 
+#include <cutlass/numeric_types.h>
 #include <cute/atom/copy_atom.hpp>
 #include <cute/atom/copy_traits_sm75.hpp>
 #include <cute/atom/copy_traits_sm80.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/tensor.hpp>
-#include <cutlass/numeric_types.h>
 
 #include "common/platform.h"
 #include "config.h"
@@ -17,7 +18,8 @@ namespace flash_cute::sm80 {
 
 template <DType kDType, FwdConfig kConfig>
 struct FwdTraits {
-  using Element = std::conditional_t<kDType == DType::kHalf, cutlass::half_t, cutlass::bfloat16_t>;  // Q, K, V and P
+  using Element = std::conditional_t<kDType == DType::kHalf, cutlass::half_t,
+                                     cutlass::bfloat16_t>;  // Q, K, V and P
   using ElementOut = Element;
 
   static constexpr int kHeadDim = kConfig.head_dim;
@@ -28,30 +30,39 @@ struct FwdTraits {
   static constexpr bool kQInRegisters = kConfig.q_in_registers;
   static constexpr int kStages = kConfig.stages;
 
-  // Warps stand along the query rows, so that a row's softmax stays within a warp (a quad, even) and each warp reads all of K
-  // and V. 16 columns at a time, as one ldmatrix.x4 fills B operands for two n8.
-  using TiledMma = cute::TiledMMA<cute::MMA_Atom<platform::Mma<Element>>,
-                                  cute::Layout<cute::Shape<cute::Int<kConfig.warps>, cute::_1, cute::_1>>,
-                                  cute::Tile<cute::Int<16 * kConfig.warps>, cute::_16, cute::_16>>;
+  using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;
+  using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;
+  using ShapeV = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDimV>>;
+  using ShapeVt = cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>;
+  using ShapeS = cute::Shape<cute::Int<kBlockM>, cute::Int<kBlockN>>;
+  using ShapeO = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDimV>>;
+
+  // Warps stand along the query rows, so that a row's softmax stays within a warp (a quad, even)
+  // and each warp reads all of K and V. 16 columns at a time, as one ldmatrix.x4 fills B operands
+  // for two n8.
+  using TiledMma =
+      cute::TiledMMA<cute::MMA_Atom<platform::Mma<Element>>,
+                     cute::Layout<cute::Shape<cute::Int<kConfig.warps>, cute::_1, cute::_1>>,
+                     cute::Tile<cute::Int<16 * kConfig.warps>, cute::_16, cute::_16>>;
   static_assert(kBlockM % (16 * kConfig.warps) == 0 && kBlockN % 16 == 0 && kHeadDim % 32 == 0);
 
-  // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, and the 16-byte chunks of 8
-  // neighbouring rows are permuted so that a column of chunks, which is what one ldmatrix phase or the store of an accumulator
-  // touches, lies in 8 different bank groups.
+  // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, and the
+  // 16-byte chunks of 8 neighbouring rows are permuted so that a column of chunks, which is what
+  // one ldmatrix phase or the store of an accumulator touches, lies in 8 different bank groups.
   static constexpr int kStrip = kHeadDim % 64 == 0 ? 64 : 32;
-  using SmemAtom = decltype(cute::composition(
-      cute::Swizzle<kStrip == 64 ? 3 : 2, 3, 3>{},
-      cute::Layout<cute::Shape<cute::_8, cute::Int<kStrip>>, cute::Stride<cute::Int<kStrip>, cute::_1>>{}));
-  template <int kRows, int kColumns>
-  using SmemLayout = decltype(cute::tile_to_shape(SmemAtom{}, cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>{}));
-  using SmemLayoutQ = SmemLayout<kBlockM, kHeadDim>;
-  using SmemLayoutK = SmemLayout<kBlockN, kHeadDim>;
-  using SmemLayoutV = SmemLayout<kBlockN, kHeadDimV>;
-  using SmemLayoutO = SmemLayout<kBlockM, kHeadDimV>;
+  using SmemAtom =
+      decltype(cute::composition(cute::Swizzle<kStrip == 64 ? 3 : 2, 3, 3>{},
+                                 cute::Layout<cute::Shape<cute::_8, cute::Int<kStrip>>,
+                                              cute::Stride<cute::Int<kStrip>, cute::_1>>{}));
+  template <class Shape>
+  using SmemLayout = decltype(cute::tile_to_shape(SmemAtom{}, Shape{}));
+  using SmemLayoutQ = SmemLayout<ShapeQ>;
+  using SmemLayoutK = SmemLayout<ShapeK>;
+  using SmemLayoutV = SmemLayout<ShapeV>;
+  using SmemLayoutO = SmemLayout<ShapeO>;
   // The same V seen as (kHeadDimV, kBlockN), the B operand of O += P V.
   using SmemLayoutVt = decltype(cute::composition(
-      SmemLayoutV{}, cute::Layout<cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>,
-                                  cute::Stride<cute::Int<kBlockN>, cute::_1>>{}));
+      SmemLayoutV{}, cute::Layout<ShapeVt, cute::Stride<cute::Int<kBlockN>, cute::_1>>{}));
 
   struct SharedMemory {
     union {
@@ -73,10 +84,14 @@ struct FwdTraits {
   using GmemCopy = GmemTiledCopy<platform::CopyGlobalToShared, Element>;
   using GmemCopyO = GmemTiledCopy<cute::UniversalCopy<cute::uint128_t>, ElementOut>;
 
-  using LoadQ = decltype(cute::make_tiled_copy_A(cute::Copy_Atom<platform::LoadMatrix, Element>{}, TiledMma{}));
-  using LoadK = decltype(cute::make_tiled_copy_B(cute::Copy_Atom<platform::LoadMatrix, Element>{}, TiledMma{}));
-  using LoadVt = decltype(cute::make_tiled_copy_B(cute::Copy_Atom<platform::LoadMatrixTransposed, Element>{}, TiledMma{}));
-  using StoreO = decltype(cute::make_tiled_copy_C(cute::Copy_Atom<cute::UniversalCopy<uint32_t>, ElementOut>{}, TiledMma{}));
+  using LoadQ = decltype(cute::make_tiled_copy_A(cute::Copy_Atom<platform::LoadMatrix, Element>{},
+                                                 TiledMma{}));
+  using LoadK = decltype(cute::make_tiled_copy_B(cute::Copy_Atom<platform::LoadMatrix, Element>{},
+                                                 TiledMma{}));
+  using LoadVt = decltype(cute::make_tiled_copy_B(
+      cute::Copy_Atom<platform::LoadMatrixTransposed, Element>{}, TiledMma{}));
+  using StoreO = decltype(cute::make_tiled_copy_C(
+      cute::Copy_Atom<cute::UniversalCopy<uint32_t>, ElementOut>{}, TiledMma{}));
 };
 
 }  // namespace flash_cute::sm80
