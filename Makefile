@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test pytest lint format build wheel bench clean setup
+.PHONY: help run test pytest sanitize lint format build wheel bench clean setup
 say = @printf '== %s\n'
 
 ifdef PYTHON
@@ -22,10 +22,11 @@ endif
 
 ifneq ($(INSTALLED),)
 # The checkout, where the tests and the bench are, comes after it on the path.
-RUN := PYTHONSAFEPATH=1 PYTHONPATH="$${PYTHONPATH:+$$PYTHONPATH:}$(INSTALLED):$(CURDIR)" $(PY)
+WHERE := PYTHONSAFEPATH=1 PYTHONPATH="$${PYTHONPATH:+$$PYTHONPATH:}$(INSTALLED):$(CURDIR)"
 else
-RUN := $(PY)
+WHERE := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 endif
+RUN := $(WHERE) $(PY)
 
 help:
 	@echo 'make run      the main job: a transformer block on flash_cute, checked against a reference'
@@ -34,6 +35,7 @@ help:
 	@echo 'make lint     clang-format, ruff and mypy; make format rewrites the files'
 	@echo 'make build    the library, in place'
 	@echo 'make wheel    a wheel for every Linux with glibc 2.28 or newer, in dist/'
+	@echo 'make sanitize small calls of every kernel under compute-sanitizer (needs a GPU)'
 	@echo 'make bench    the benchmark (needs a GPU); ARGS="--suite train" goes to bench.run'
 	@echo 'make clean    delete what was built, .venv excepted'
 	@echo 'With PYTHON=/path/to/python they use that Python and its torch, and touch no network.'
@@ -47,6 +49,14 @@ test: lint pytest
 pytest: build
 	$(say) 'tests'
 	@$(RUN) -m pytest $(ARGS)
+
+# Without the caching allocator each tensor has its own allocation, and memcheck sees its ends.
+sanitize: build
+	@for tool in memcheck racecheck synccheck initcheck; do \
+	  echo "== compute-sanitizer $$tool"; \
+	  $(WHERE) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) tests/sanitize.py; \
+	done
 
 bench: build
 	$(say) 'benchmark'

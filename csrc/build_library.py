@@ -122,10 +122,10 @@ def not_found(what: str, package: str) -> BuildError:
     return BuildError(f"{what} was not found; run: {sys.executable} -m pip install {package}")
 
 
-def link(name: str, target: Path) -> str:
+def link(name: str, target: Path, folder: str = BUILD) -> str:
     """A link in the build folder to `target`, whose path differs from environment to environment:
     so the compile commands do not, and the object cache serves them all."""
-    path = ROOT / BUILD / "links" / name
+    path = ROOT / folder / "links" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.symlink_to(target)
@@ -164,8 +164,11 @@ def manylinux_linker(compiler: str) -> tuple[list[str], list[str]]:
 
 def for_ninja(command: list[str]) -> str:
     """A command line as a value in build.ninja; $in and $out stay references."""
-    words = [word if word in ("$in", "$out", "$out.d") else shlex.quote(word) for word in command]
-    return re.sub(r"\$(?!in|out)", "$$$$", " ".join(words))
+    words = [
+        word if word in ("$in", "$out", "$out.d", "$flags") else shlex.quote(word)
+        for word in command
+    ]
+    return re.sub(r"\$(?!in|out|flags)", "$$$$", " ".join(words))
 
 
 def write_ninja() -> tuple[str, str]:
@@ -195,8 +198,6 @@ def write_ninja() -> tuple[str, str]:
     cxx += [f'-DFLASH_CUTE_ARCHS="{" ".join(code)}"']
     nvcc = [f"{links['cuda']}/bin/nvcc", *flags, "-Xcompiler=-fPIC,-fvisibility=hidden"]
     nvcc += ["--expt-relaxed-constexpr", f"-I{links['cutlass']}"]
-    # The 128 x 64 tile of head dim 128 fills the register file; at its default ptxas spills.
-    nvcc += ["-Xptxas=--register-usage-level=7"]
     nvcc += [f"-gencode=arch=compute_80,code=[{','.join(code)}]", f"-ccbin={compiler}"]
 
     # What the compilers do follows from the commands and from these; part of every cache key.
@@ -220,7 +221,8 @@ def write_ninja() -> tuple[str, str]:
 
     text = f"builddir = {BUILD}\n"
     for name, tool in (("cxx", cxx), ("nvcc", nvcc)):
-        command = for_ninja([*cached, *tool, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"])
+        depfile = ["-MD", "-MF", "$out.d"]
+        command = for_ninja([*cached, *tool, "$flags", *depfile, "-c", "$in", "-o", "$out"])
         text += f"rule {name}\n  command = {command}\n  description = compiling $in\n"
         text += "  deps = gcc\n  depfile = $out.d\n"
     text += (
@@ -232,6 +234,7 @@ def write_ninja() -> tuple[str, str]:
         objects.append(f"{BUILD}/{source.stem}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         text += f"build {objects[-1]}: {rule} {source.relative_to(ROOT)}\n"
+        text += f"  flags = {variants.nvcc_flags(source)}\n" if rule == "nvcc" else ""
     text += f"build {library}: link {' '.join(objects + inputs)} | {exports}\n"
     return write(f"{folder}/build.ninja", text), library
 

@@ -9,56 +9,69 @@
 
 namespace flash_cute {
 
-// The running maximum and sum of kRows rows. Scores are raw products; with c = scale_log2 > 0 a
-// score s weighs 2^(c (s - m)). The four lanes of a quad share each row: the maximum is kept for
-// the whole row, the sum for the lane's own columns until `finish`.
+// The running statistics of kRows rows. Scores are raw products; with c = scale_log2 > 0 a score s
+// weighs 2^(c (s - m)), relative to the row's reference m. That is the row's maximum when it was
+// last raised: it follows the maximum only where a weight would exceed 2^kSlack, as each rise costs
+// a rescaling of O. The four lanes of a quad share each row: the reference is that of the whole
+// row, the sum that of the lane's own columns until `finish`.
 template <int kRows>
 class OnlineSoftmax {
  public:
   CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params) : params_(params) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      max_[r] = -INFINITY;
+      reference_[r] = -INFINITY;
       sum_[r] = 0.f;
     }
   }
 
-  // Takes one more block of scores: replaces them by their weights and rescales `out`, the weighted
-  // sum of V so far, to the new maximum. Both are matrices of (kRows, columns).
+  // Takes one more block of scores: replaces them by their weights, and rescales `out`, the
+  // weighted sum of V so far, where the reference rises. Both are matrices of (kRows, columns).
   template <class Scores, class Out>
   CUTE_DEVICE void step(Scores& scores, Out& out) {
+    float row_max[kRows];
+    bool rises = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float row_max = max_[r];
+      row_max[r] = reference_[r];
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) row_max = fmaxf(row_max, scores(r, c));
-      row_max = fmaxf(row_max, platform::shuffle_xor(row_max, 2));
-      row_max = fmaxf(row_max, platform::shuffle_xor(row_max, 1));
+      for (int c = 0; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
+      row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 2));
+      row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 1));
+      rises |= is_rise(r, row_max[r]);
+    }
 
-      // A row that has seen no key yet has the maximum -inf; 0 in its place keeps -inf - -inf (NaN)
-      // out.
-      const float shift = row_max == -INFINITY ? 0.f : row_max;
-      const float rescale = platform::exp2((max_[r] - shift) * params_.scale_log2);
-      max_[r] = row_max;
+    // Each row decides for itself, so that its result does not depend on its neighbours; the warp
+    // decides together whether there is anything to do.
+    if (platform::any_in_warp(rises)) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale;
+      for (int r = 0; r < kRows; ++r) {
+        const float reference = is_rise(r, row_max[r]) ? row_max[r] : reference_[r];
+        const float rescale =
+            platform::exp2((reference_[r] - finite(reference)) * params_.scale_log2);
+        reference_[r] = reference;
+        sum_[r] *= rescale;
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale;
+      }
+    }
 
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
       // c s - c m is one fused multiply-add a score. It errs by the rounding of c m alone, by the
       // same amount for the whole row, which the sum takes out again; but where c is so large that
-      // this amount could overflow, the maximum goes first.
-      float scaled_shift = shift * params_.scale_log2;
+      // this amount could overflow, m goes first.
+      float scaled_reference = finite(reference_[r]) * params_.scale_log2;
       if (params_.subtract_max_first) {
         CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= shift;
-        scaled_shift = 0.f;
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= finite(reference_[r]);
+        scaled_reference = 0.f;
       }
-      float row_sum = 0.f;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) {
-        scores(r, c) = platform::exp2(scores(r, c) * params_.scale_log2 - scaled_shift);
-        row_sum += scores(r, c);
+        scores(r, c) = platform::exp2(scores(r, c) * params_.scale_log2 - scaled_reference);
+        sum_[r] += scores(r, c);
       }
-      sum_[r] = sum_[r] * rescale + row_sum;
     }
   }
 
@@ -76,13 +89,28 @@ class OnlineSoftmax {
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= inverse;
       constexpr float kLn2 = 0.693147180559945309f;
-      lse(r) = sum == 0.f ? -INFINITY : (max_[r] * params_.scale_log2 + platform::log2(sum)) * kLn2;
+      lse(r) = sum == 0.f ? -INFINITY
+                          : (reference_[r] * params_.scale_log2 + platform::log2(sum)) * kLn2;
     }
     return lse;
   }
 
  private:
-  float max_[kRows];
+  // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
+  static constexpr float kSlack = 8.f;
+
+  // A row's first key is a rise from -inf.
+  CUTE_DEVICE bool is_rise(int r, float row_max) const {
+    return (row_max - reference_[r]) * params_.scale_log2 > kSlack;
+  }
+
+  // The reference of a row that has seen no key yet is -inf; 0 in its place keeps -inf - -inf (NaN)
+  // out.
+  static CUTE_DEVICE float finite(float reference) {
+    return reference == -INFINITY ? 0.f : reference;
+  }
+
+  float reference_[kRows];
   float sum_[kRows];
   const FwdParams& params_;  // read where needed: a constant-bank operand costs no register
 };

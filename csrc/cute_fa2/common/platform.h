@@ -4,6 +4,10 @@
 // GPU.
 #pragma once
 
+#ifndef __CUDACC__
+#include "emulated_platform.h"  // the same names for the CPU: tests/emulator
+#else
+
 #include <cutlass/numeric_types.h>
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm80.hpp>
@@ -23,6 +27,8 @@ CUTE_DEVICE void sync_block() { __syncthreads(); }
 CUTE_DEVICE float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
+
+CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 
 // 2^x to about 2 ulp, denormal results flushed to zero: one instruction of the special-function
 // unit.
@@ -63,3 +69,5 @@ using Mma =
                        cute::SM80_16x8x16_F32BF16BF16F32_TN>;
 
 }  // namespace flash_cute::platform
+
+#endif  // __CUDACC__

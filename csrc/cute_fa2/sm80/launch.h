@@ -11,12 +11,14 @@
 namespace flash_cute {
 namespace sm80 {
 
+#ifdef __CUDACC__
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Traits::kThreads)
     fwd_kernel(const __grid_constant__ FwdParams params) {
   extern __shared__ __align__(128) unsigned char smem[];
   Kernel::run(params, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
 }
+#endif
 
 template <class Kernel>
 void launch(const FwdParams& params, int device, cudaStream_t stream) {
@@ -24,6 +26,13 @@ void launch(const FwdParams& params, int device, cudaStream_t stream) {
   constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
   const int64_t blocks = Kernel::Schedule::grid_size(params, Traits::kBlockM);
   check_grid(blocks);
+#ifndef __CUDACC__
+  auto kernel = [](const void* params, void* smem) {
+    Kernel::run(*static_cast<const FwdParams*>(params),
+                *static_cast<typename Traits::SharedMemory*>(smem));
+  };
+  emulator::run_grid(blocks, Traits::kThreads, kSmemBytes, kernel, &params, sizeof params);
+#else
   if constexpr (kSmemBytes >
                 48 * 1024) {  // more than 48 KB has to be asked for, once for each device
     static DeviceFlags asked_for;
@@ -36,6 +45,7 @@ void launch(const FwdParams& params, int device, cudaStream_t stream) {
   fwd_kernel<Kernel>
       <<<static_cast<unsigned>(blocks), Traits::kThreads, kSmemBytes, stream>>>(params);
   check_cuda(cudaGetLastError());
+#endif
 }
 
 }  // namespace sm80
