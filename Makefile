@@ -111,7 +111,7 @@ tool = @want=$$(sed -n 's/^$(1)==//p' requirements.txt); \
 	if [ "$$have" = "$$want" ]; then echo '== $(1): $(2)'; $(PY) $(3); \
 	else echo "== skipping $(1): version $$want is pinned, and $(PY) has $${have:-none}"; fi
 CLANG_FORMAT := -c 'import clang_format; clang_format.clang_format()'
-CPP = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 lint: setup
 	$(call tool,clang-format,format of csrc,$(CLANG_FORMAT) --dry-run --Werror $(CPP))

@@ -55,8 +55,10 @@ class Tile(TypedDict):
     block_m: int  #: query rows of a tile
     block_n: int  #: keys of a tile
     warps: int
+    stages: int  #: key blocks in shared memory
     smem_bytes: int
-    max_registers: int
+    blocks_per_sm: int  #: thread blocks that fit a multiprocessor together
+    max_registers: int  #: what the register file leaves to a thread then
 
 
 class BuildInfo(TypedDict):

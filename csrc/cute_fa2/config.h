@@ -41,13 +41,24 @@ struct FwdRow {
 // For each head dim, best first: the launch takes the first row that fits. The limit is 227 KB on
 // sm_90 and sm_100, 163 KB on sm_80, and 99 KB on sm_86, sm_89 and sm_120, so that the last row of
 // each head dim fits 99 KB.
+//
+// Beside a row: its speed on an H200 as a multiple of FlashAttention-2's (PyTorch's SDPA, same run;
+// bf16, B x N = 16384, geometric mean of N = 512, 2048 and 8192, full and causal), then what else
+// was tried, as block_n, stages: speed. All before O was rescaled only on a rise of 2^8
+// (online_softmax.h), which gave 4% at head dim 64, 5.5% at 128 and nothing at 256.
 inline constexpr FwdRow kFwdSm80[] = {
     // head_dim, block_m, block_n, warps, stages, q_in_registers, blocks_per_sm
-    {{32, 128, 128, 4, 2, true}, 2},  {{64, 128, 64, 4, 2, true}, 2},
-    {{96, 128, 64, 4, 1, false}, 2},  {{128, 128, 64, 4, 1, false}, 2},
-    {{128, 128, 32, 4, 1, false}, 2}, {{192, 64, 64, 4, 1, false}, 2},
-    {{192, 128, 64, 8, 1, false}, 1}, {{256, 64, 64, 4, 1, false}, 2},
-    {{256, 128, 64, 8, 1, false}, 1}, {{256, 64, 64, 4, 1, false}, 1},
+    {{32, 128, 128, 4, 2, true}, 2},  // 1.13. 64, 2: 1.05
+    {{64, 128, 64, 4, 2, true}, 2},  // 1.03. 64, 1: 1.00; 80, 2: 1.01; 96, 2: 1.02; Q in smem: 0.98
+    {{96, 128, 64, 4, 1, false}, 2},   // 0.97. 64, 2: 0.93
+    {{128, 128, 64, 4, 1, false}, 2},  // 1.06. 64, 2: 1.06, and too large for sm_80; 48, 2: 0.98
+    {{128, 128, 32, 4, 1, false}, 2},  // 0.90
+    {{192, 64, 64, 4, 1, false}, 2},   // 1.04. 48, 2: 0.97
+    {{192, 128, 64, 8, 1, false}, 1},  // 0.93
+    {{256, 64, 64, 4, 1, false}, 2},   // 1.05. 48, 1: 0.97
+    {{256, 128, 64, 8, 1, false}, 1},  // 0.93
+    {{256, 64, 64, 4, 1, false},
+     1},  // not timed: the tile of two rows above, alone on its processor
 };
 
 // The index of the row that serves `head_dim` (a bucket) within `smem_limit` bytes, or -1.
