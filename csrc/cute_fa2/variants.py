@@ -1,6 +1,7 @@
-"""What gets built: one instantiation file for each (architecture, op, dtype, head dim), and the list
-of head dims that dispatch.cpp switches over. Everything is written to the build folder; nothing
-generated is committed."""
+"""What gets built: one instantiation file for each (architecture, op, dtype, head dim), and the
+list of head dims that dispatch.cpp switches over. Everything is written to the build folder;
+nothing generated is committed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ inline constexpr std::array<int, {count}> kBuiltHeadDims = {{{head_dims}}};
 
 
 def generate(out_dir: Path, head_dims: Sequence[int] = ALL_HEAD_DIMS) -> list[Path]:
-    """Writes the files for `head_dims` under `out_dir` and returns those that nvcc is to compile."""
+    """Writes the files for `head_dims` under `out_dir` and returns those that nvcc compiles."""
     unknown = sorted(set(head_dims) - set(ALL_HEAD_DIMS))
     if unknown or not head_dims:
         raise ValueError(f"head dims are chosen from {ALL_HEAD_DIMS}, not {tuple(head_dims)}")
@@ -64,7 +65,7 @@ def nvcc_flags(source: Path) -> str:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Leaves the file's time stamp alone where nothing changed, so that nothing is compiled again."""
+    """Leaves the time stamp alone where nothing changed, so that nothing is compiled again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
