@@ -6,3 +6,11 @@
 
 The last is no benchmark alone: a GPT-style block that checks itself, and the example to copy from.
 """
+
+import sys
+from pathlib import Path
+
+# `python -m` puts the checkout first, and what is measured is the installed flash_cute, not the
+# folder beside this one. (PYTHONSAFEPATH would do it, but only from Python 3.11 on.)
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [*(entry for entry in sys.path if Path(entry).resolve() != _ROOT), str(_ROOT)]

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,26 @@ from bench.harness import Options, Row, Timer, default_device, measure, wake_up
 from bench.progress import progress
 
 OURS = "flash_cute"
+LARGEST_HEAD_DIM = 256
+FIGURES = (".png", ".svg", ".pdf")
+#: Options of the speed measurement; --host-time and --memory have cases and counts of their own.
+OF_SPEED = (
+    *("suite", "B", "H", "Hkv", "N", "Nk", "D", "causal", "dtype", "layout"),
+    *("rounds", "iters", "time_budget", "check"),
+)
 
 
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def head_dim(text: str) -> int:
+    value = positive(text)
+    if value > LARGEST_HEAD_DIM:
+        raise argparse.ArgumentTypeError(f"{value} is above {LARGEST_HEAD_DIM}")
     return value
 
 
@@ -61,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--Hkv", type=positive, help="key and value heads (default H)")
     what.add_argument("--N", type=positive, help="queries (default 4096)")
     what.add_argument("--Nk", type=positive, help="keys (default N)")
-    what.add_argument("--D", type=positive, help="head dim (default 128)")
+    what.add_argument("--D", type=head_dim, help="head dim, up to 256 (default 128)")
     what.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: no")
     what.add_argument("--dtype", choices=DTYPES, help="default bf16; a suite's own is replaced")
     what.add_argument("--layout", choices=("bhnd", "bnhd"),
@@ -88,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="PATH", help="save the rows")
-    output.add_argument("--plot", type=Path, metavar="PATH", help="save a figure (PNG)")
+    output.add_argument("--plot", type=Path, metavar="PATH", help="save a figure (PNG, SVG, PDF)")
     output.add_argument("--commit", help="recorded where this is no git checkout")
     return parser
 
@@ -131,6 +146,43 @@ def save(path: Path, result: dict[str, Any]) -> None:
     part.replace(path)
 
 
+def check_output(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
+    """Makes the folder and writes in it: better to fail now than after the measurement."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        parser.error(f"{option} {path} cannot be written: {error.strerror}")
+    if path.is_dir():
+        parser.error(f"{option} {path} is a folder")
+
+
+def check_arguments(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, device: torch.device
+) -> None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU here")
+    if args.host_time and args.memory:
+        parser.error("--host-time and --memory are two runs")
+    if args.memory and device.type != "cuda":
+        parser.error("--memory reads the GPU's allocator, and torch sees no GPU here")
+    if args.host_time or args.memory:
+        if args.plot:
+            parser.error("--plot draws speeds; --host-time and --memory have none")
+        given = [name for name in OF_SPEED if getattr(args, name) != parser.get_default(name)]
+        if given:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            parser.error(f"{options}: of no effect with --host-time and --memory; leave it out")
+    if args.smem_limit and device.type != "cuda":
+        parser.error("--smem-limit chooses among the GPU's kernels, and torch sees no GPU here")
+    if args.plot and args.plot.suffix.lower() not in FIGURES:
+        parser.error(f"--plot {args.plot}: the name has to end in one of {', '.join(FIGURES)}")
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None:
+            check_output(parser, option, path)
+
+
 def without_folders(argv: list[str]) -> list[str]:
     """The command line to record; where somebody keeps results is no part of it."""
     return [
@@ -152,26 +204,17 @@ def run_cases(
 
 
 def went_wrong(rows: list[Row]) -> bool:
-    """Ours must run and be right; what a peer cannot do is only reported."""
+    """Ours must run everywhere and be right; what a peer cannot do is only reported."""
     ours = [row for row in rows if row["provider"] == OURS]
-    return any(row["status"] == "failed" or row.get("correct") is False for row in ours)
+    return any(row["status"] != "ok" or row.get("correct") is False for row in ours)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     device = torch.device(args.device) if args.device else default_device()
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no GPU here")
-    if args.host_time and args.memory:
-        parser.error("--host-time and --memory are two runs")
-    if args.memory and device.type != "cuda":
-        parser.error("--memory reads the GPU's allocator, and torch sees no GPU here")
-    if args.plot and (args.host_time or args.memory):
-        parser.error("--plot draws speeds; --host-time and --memory have none")
-    if args.smem_limit and device.type != "cuda":
-        parser.error("--smem-limit chooses among the GPU's kernels, and torch sees no GPU here")
     cases = select_cases(parser, args)
+    check_arguments(parser, args, device)
 
     providers = [PROVIDERS[name] for name in args.baselines]
     if args.smem_limit:
@@ -212,10 +255,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot:
         from bench.plot import plot
 
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
         try:
             plot(result, args.plot)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             print(f"no figure: {error}", file=sys.stderr)
     if args.json:
         save(args.json, result)

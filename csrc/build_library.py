@@ -162,6 +162,22 @@ def manylinux_linker(compiler: str) -> tuple[list[str], list[str]]:
     return [sys.executable, "-m", "ziglang", "cc", "-target", target, "-Wl,-s"], inputs
 
 
+def toolkit_folder(cuda: Cuda, file: str, compiler: str) -> str | None:
+    """The toolkit's folder with `file`; None where the compiler finds it without being told."""
+    folder = cuda.folder_of(file)
+    if folder is None:
+        # The whole path of a library that the compiler finds; of anything else the name again.
+        answer = output_of([compiler, f"-print-file-name={file}"]).strip()
+        given = [os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
+        places = ["/usr/include", "/usr/local/include", *os.pathsep.join(given).split(os.pathsep)]
+        if not any(Path(place, answer).is_file() for place in places):
+            raise BuildError(
+                f"{cuda} in {cuda.root} has no {file}; install the toolkit's development files, "
+                "or set FLASH_CUTE_PYPI_CUDA=1 to use the toolkit from PyPI"
+            )
+    return folder
+
+
 def for_ninja(command: list[str]) -> str:
     """A command line as a value in build.ninja; $in and $out stay references."""
     words = [
@@ -180,6 +196,8 @@ def write_ninja() -> tuple[str, str]:
         raise not_found("CUTLASS (neither third_party/cutlass nor a package)", CUTLASS_PACKAGE)
     if not cuda:
         raise not_found("nvcc", " ".join(CUDA_PACKAGES))
+    cuda_include = toolkit_folder(cuda, "cuda_runtime.h", compiler)
+    cuda_library = toolkit_folder(cuda, "libcudart_static.a", compiler)
     head_dims = chosen_numbers("FLASH_CUTE_HEAD_DIMS", variants.ALL_HEAD_DIMS)
     code = [*(f"sm_{arch}" for arch in chosen_archs(cuda)), "compute_80"]
     found = f"{cuda} in {cuda.root}, CUTLASS in {cutlass}, torch in {torch}, {compiler}"
@@ -188,8 +206,6 @@ def write_ninja() -> tuple[str, str]:
     kernels = variants.generate(ROOT / GENERATED, head_dims)
     targets = {"torch": torch, "cutlass": cutlass, "cuda": cuda.root}
     links = {name: link(name, target) for name, target in targets.items()}
-    cuda_include = cuda.folder_of("cuda_runtime.h")
-    cuda_library = cuda.folder_of("libcudart_static.a")
 
     flags = ["-std=c++20", "-O3", "-DNDEBUG", f"-I{SOURCES}", f"-I{GENERATED}"]
     cxx = [compiler, *flags, "-fPIC", "-fvisibility=hidden", "-DUSE_CUDA"]

@@ -15,6 +15,7 @@ FLASH_CUTE_CACHE names the folder (default ~/.cache/flash_cute); an empty value 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MAX_FILES = 1000
@@ -81,22 +84,32 @@ def write_whole(path: Path, data: bytes) -> None:
     os.replace(name, path)
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Alone at changing the cache. Readers need no lock: files are replaced in one step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:  # given up when the file is closed
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def store(folder: Path, manifest: Path, output: Path, depfile: Path, started: float) -> None:
     files = [file for file in read_depfile(depfile) if not os.path.isabs(file)]
     if any(os.stat(file).st_mtime >= started for file in files):
         return  # edited while the compiler ran: which contents it saw is unknown
     data = output.read_bytes()
     name = digest(data) + ".o"
-    write_whole(folder / name, data)
-    try:
-        entries = json.loads(manifest.read_text())[: MAX_MANIFEST_ENTRIES - 1]
-    except (OSError, ValueError):
-        entries = []
-    entry = {"object": name, "inputs": {file: file_digest(file) for file in files}}
-    write_whole(manifest, json.dumps([entry, *entries]).encode())
-    by_last_use = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
-    for old in by_last_use[:-MAX_FILES]:
-        old.unlink(missing_ok=True)
+    with locked(folder):
+        write_whole(folder / name, data)
+        try:
+            entries = json.loads(manifest.read_text())[: MAX_MANIFEST_ENTRIES - 1]
+        except (OSError, ValueError):
+            entries = []
+        entry = {"object": name, "inputs": {file: file_digest(file) for file in files}}
+        write_whole(manifest, json.dumps([entry, *entries]).encode())
+        by_last_use = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
+        for old in by_last_use[:-MAX_FILES]:
+            old.unlink(missing_ok=True)
 
 
 def main(output: Path, depfile: Path, identity: str, command: list[str]) -> int:

@@ -147,7 +147,10 @@ def find_compiler() -> str:
     """The host compiler: CXX, else what there is."""
     if named := os.environ.get("CXX"):
         if not shutil.which(named):
-            raise BuildError(f"CXX is {named!r}, and there is no such program; name a C++ compiler")
+            raise BuildError(
+                f"CXX is {named!r}, and there is no such program; name one C++ compiler in it, "
+                "without arguments"
+            )
         return named
     for name in ("g++", "clang++", "c++"):
         if shutil.which(name):

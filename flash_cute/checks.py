@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import sys
 from typing import Any, NoReturn
 
@@ -61,7 +62,7 @@ def op_arguments(
         and (forward_ad._current_level < 0 or not any(map(_has_tangent, (q, k, v))))
     ):
         return None
-    scale = 1.0 / math.sqrt(head_dim_q) if softmax_scale is None else softmax_scale
+    scale = 1.0 / math.sqrt(head_dim_q) if softmax_scale is None else float(softmax_scale)
     return (scale, -1, 0, len_k - len_q) if is_causal else (scale, -1, -1, 0)
 
 
@@ -78,9 +79,9 @@ def are_dense_tensors(q: Any, k: Any, v: Any) -> bool:
 
 def _is_valid_scale(scale: Any) -> bool:
     return (
-        isinstance(scale, (float, int))
+        isinstance(scale, (float, int, numbers.Real))  # Real, the slow one, for numpy's scalars
         and not isinstance(scale, bool)
-        and -MAX_SCALE <= scale <= MAX_SCALE
+        and -MAX_SCALE <= scale <= MAX_SCALE  # type: ignore[operator]
     )
 
 
@@ -97,7 +98,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> tuple[type[Exception], 
 
 @functools.cache
 def _why_not(device: torch.device, dtype: torch.dtype) -> tuple[type[Exception], str] | None:
-    if device.type not in ("cuda", "cpu", "meta") or torch.version.hip:
+    if device.type not in ("cuda", "cpu", "meta") or (device.type == "cuda" and torch.version.hip):
         return ValueError, f"flash_cute serves CUDA GPUs and the CPU; use {SDPA}"
     dtypes = GPU_DTYPES if device.type == "cuda" else CPU_DTYPES
     if dtype not in dtypes:
@@ -164,7 +165,7 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal is {_shown(is_causal)}: it must be True or False")
     if softmax_scale is not None and not _is_valid_scale(softmax_scale):
-        if isinstance(softmax_scale, (float, int)) and not isinstance(softmax_scale, bool):
+        if isinstance(softmax_scale, numbers.Real) and not isinstance(softmax_scale, bool):
             raise ValueError(f"softmax_scale is {_shown(softmax_scale)}: it must be finite")
         allowed = "a float, an int, or None for 1/sqrt(D)"
         raise TypeError(f"softmax_scale is {_shown(softmax_scale)}: it must be {allowed}")
@@ -184,4 +185,6 @@ def _name(x: torch.dtype | torch.layout) -> str:
 def _shown(x: Any) -> str:
     """The argument's type and, where it is short, its value."""
     text = repr(x)
-    return f"a {type(x).__name__}" + (f" ({text})" if len(text) <= 40 else "")
+    kind = type(x)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    return f"a {name}" + (f" ({text})" if len(text) <= 40 else "")

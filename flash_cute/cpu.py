@@ -25,6 +25,7 @@ LARGE_SCALE = 1e20
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
+@torch.no_grad()  # as on a GPU, where the op has no gradient either
 def attention(
     q: Tensor,
     k: Tensor,
@@ -49,10 +50,10 @@ def attention(
 
     in_fp64 = q.dtype == torch.float64 or abs(softmax_scale) > LARGE_SCALE
     dtype = torch.float64 if in_fp64 else torch.float32
-    masked = window_left >= 0 or window_right >= 0
-    if masked and not k.isfinite().all():
-        # The kernel adds its mask, and NaN or Inf + -inf is NaN: a key would reach rows that do not
-        # see it.
+    # Scores beyond the dtype's range, NaN and Inf: the kernel adds its mask, so such a key would
+    # reach rows that do not see it (inf + -inf is NaN), and it takes a row of -inf for empty.
+    largest = float(q.abs().amax()) * float(k.abs().amax()) * head_dim * abs(softmax_scale)
+    if not largest < torch.finfo(dtype).max / 2:
         exact_out, exact_lse = reference.attention_blockwise(
             q,
             k,
@@ -76,6 +77,7 @@ def attention(
     k = k.to(dtype).contiguous().view(kv_shape).expand(group)
     v = v.to(dtype).contiguous().view(kv_shape).expand(group)
 
+    masked = window_left >= 0 or window_right >= 0
     rows_at_once = ROWS if masked else len_q
     for first in range(0, len_q, rows_at_once):
         last = min(first + rows_at_once, len_q)

@@ -66,9 +66,9 @@ def attention(
     scores = (q @ k.mT) * scale  # (B, Hq, Nq, Nk)
     scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    # A row without a key has lse = -inf, and -inf - -inf would be NaN: its weights are 0.
-    weights = torch.softmax(scores, dim=-1).masked_fill((begin >= end)[:, None], 0.0)
-    return weights @ v, lse
+    out = torch.softmax(scores, dim=-1) @ v
+    # A row without a key has lse = -inf; its weights are NaN, from -inf - -inf, and its out is 0.
+    return out.masked_fill((begin >= end)[:, None], 0.0), lse
 
 
 def attention_blockwise(

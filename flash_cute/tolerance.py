@@ -107,7 +107,7 @@ def _yardstick(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[int, i
     scores = ((q * scale) @ k.mT).masked_fill(~visible, -math.inf)
     softmax_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     weights = torch.softmax(scores, dim=-1, dtype=softmax_dtype).to(q.dtype)
-    return weights.masked_fill((begin >= end)[:, None], 0.0) @ v
+    return (weights @ v).masked_fill((begin >= end)[:, None], 0.0)
 
 
 def _greatest_error(actual: Tensor, exact: Tensor) -> float:

@@ -134,7 +134,8 @@ def test_a_failing_provider_is_reported() -> None:
 
     (row,) = harness.measure(small(), [baselines.Provider("flash_cute", "", bind)], FAST)
     assert row["status"] == "failed" and row["note"] == "broken"
-    assert run.went_wrong([row])
+    assert run.went_wrong([row]) and run.went_wrong([{**row, "status": "skipped"}])
+    assert not run.went_wrong([{**row, "provider": "fa2"}])
 
 
 def test_iterations_follow_the_budget() -> None:
@@ -158,9 +159,22 @@ def test_iterations_follow_the_budget() -> None:
         ("--device cpu --memory", "allocator"),
         ("--device cpu --smem-limit 101376", "GPU"),
         ("--host-time --plot x.png", "--plot"),
+        ("--host-time --iters 3 --rounds 2", "--rounds, --iters: of no effect"),
+        ("--host-time --suite train", "--suite: of no effect"),
+        ("--D 257", "above 256"),
+        ("--D 0", "at least 1"),
+        ("--plot x.txt", ".png, .svg, .pdf"),
+        ("--json bench", "is a folder"),
+        ("--json README.md/x.json", "cannot be written"),
     ],
 )
-def test_bad_arguments(argv: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(
+    argv: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(Path(run.__file__).parent.parent)
     with pytest.raises(SystemExit) as stopped:
         run.main(words(argv))
     assert stopped.value.code == 2
@@ -240,6 +254,8 @@ def test_transformer_block_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert "No GPU" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         transformer_block.main(["--N", "0"])
+    with pytest.raises(SystemExit):
+        transformer_block.main(["--D", "257"])
 
 
 def test_transformer_block_copies_nothing_around_attention() -> None:

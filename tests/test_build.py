@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import email
+import json
 import os
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 
 import build_library
 import flash_cute
+import object_cache
 import toolchain
 from build_library import ROOT, chosen_archs, chosen_numbers, jobs
 from flash_cute.ops import LIBRARY
@@ -125,10 +129,33 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match="CXX"):
         find_compiler()
+    monkeypatch.setenv("CXX", f"{sys.executable} -O")
+    with pytest.raises(BuildError, match="without arguments"):
+        find_compiler()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match="install g"):
         find_compiler()
+
+
+def test_toolkit_without_development_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("cuda/include", "system"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("cuda/include/a.h", "system/b.h", "system/b.a"):
+        (tmp_path / name).touch()
+    compiler = tmp_path / "g++"  # knows one library, like the real one by its whole path
+    compiler.write_text(
+        f'#!/bin/sh\nname=${{1#*=}}\necho "$name" | sed "s,^b.a,{tmp_path}/system/&,"'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CPATH", str(tmp_path / "system"))
+    cuda = Cuda(tmp_path / "cuda", (12, 4))
+    assert build_library.toolkit_folder(cuda, "a.h", str(compiler)) == "include"
+    assert build_library.toolkit_folder(cuda, "b.h", str(compiler)) is None
+    assert build_library.toolkit_folder(cuda, "b.a", str(compiler)) is None
+    for file in ("flash_cute_has_no_such.h", "libflash_cute_has_no_such.a"):
+        with pytest.raises(BuildError, match=f"no {file}; install .* FLASH_CUTE_PYPI_CUDA=1"):
+            build_library.toolkit_folder(cuda, file, str(compiler))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +235,28 @@ def test_object_cache(tmp_path: Path) -> None:
     assert runs_after_compiling(second, "nvcc 13.1") == 1
     environment["FLASH_CUTE_CACHE"] = ""
     assert [runs_after_compiling(second), runs_after_compiling(second)] == [2, 3]
+
+
+def test_object_cache_keeps_what_overlapping_builds_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def slow_digest(file: str) -> str:
+        time.sleep(0.02)  # between reading the manifest and writing it
+        return file
+
+    monkeypatch.setattr(object_cache, "file_digest", slow_digest)
+    monkeypatch.chdir(tmp_path)
+    Path("a.h").touch()
+    Path("a.d").write_text("a.o: a.h")
+    cache, manifest = tmp_path / "cache", tmp_path / "cache/a.json"
+
+    def keep(name: str) -> None:
+        Path(name).write_text(name)
+        object_cache.store(cache, manifest, Path(name), Path("a.d"), time.time() + 60)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(keep, ["1.o", "2.o", "3.o", "4.o"]))
+    assert len({entry["object"] for entry in json.loads(manifest.read_text())}) == 4
 
 
 def test_library_needs_no_python_and_no_cuda_library() -> None:
@@ -297,12 +346,19 @@ def test_wheel(tmp_path: Path) -> None:
     assert [item for item in required if "extra ==" not in item] == ["torch>=2.10"]
 
     # It loads here as well, and an error comes out of it as an exception.
-    call = f"import torch; torch.ops.load_library({library!r}); "
-    call += "print(torch.ops.flash_cute.build_info())"
+    call = f"""\
+import torch
+torch.ops.load_library({library!r})
+try:
+    torch.ops.flash_cute.tiles_for(-1)
+except RuntimeError as error:
+    print("smem_limit" in str(error))
+print(torch.ops.flash_cute.build_info())
+"""
     loaded = subprocess.run(
         [sys.executable, "-c", call], capture_output=True, text=True, check=True
     )
-    assert loaded.stdout.strip() == torch.ops.flash_cute.build_info()
+    assert loaded.stdout.strip() == "True\n" + torch.ops.flash_cute.build_info()
 
     pytest.importorskip("auditwheel")
     scripts = str(Path(sys.executable).parent)

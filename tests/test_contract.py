@@ -106,7 +106,11 @@ REFUSALS = {
     "long k": ({n: sized(2, 2, 2**30, 16) for n in "kv"}, ValueError, r"k has length 1073741824"),
     "is_causal 1": ({"is_causal": 1}, TypeError, r"is_causal is a int \(1\): .* True or False"),
     "is_causal None": ({"is_causal": None}, TypeError, "is_causal is a NoneType .*True or False"),
-    "is_causal tensor": ({"is_causal": torch.tensor(True)}, TypeError, "is_causal is a Tensor"),
+    "is_causal tensor": (
+        {"is_causal": torch.tensor(True)},
+        TypeError,
+        "is_causal is a torch.Tensor",
+    ),
     "scale NaN": (
         {"softmax_scale": math.nan},
         ValueError,
@@ -131,7 +135,7 @@ REFUSALS = {
     "scale tensor": (
         {"softmax_scale": torch.tensor(1.0)},
         TypeError,
-        "softmax_scale is a Tensor .* float",
+        "softmax_scale is a torch.Tensor .* float",
     ),
     "scale text": ({"softmax_scale": "1"}, TypeError, "softmax_scale is a str .* float"),
     "grad q": ({"q": lambda q: q.requires_grad_()}, NotImplementedError, "q takes part .*no_grad"),

@@ -98,6 +98,14 @@ def test_rows_without_a_key(device, dtype, scale):
     assert torch.all(lse[:, :, 260:].isfinite())
 
 
+@SOME_BACKENDS
+def test_a_row_without_a_key_ignores_nan_in_v(device, dtype):
+    q, k, v = random_inputs(1, 2, 300, 64, len_k=40, dtype=dtype, device=device)
+    v[:, :, 30] = math.nan
+    out, _ = check(q, k, v, True)
+    assert torch.all(out[:, :, :260] == 0) and torch.all(out[:, :, 260:].isnan())
+
+
 @BOTH_MASKS
 @pytest.mark.parametrize(
     "batch, heads_q, heads_kv, len_q, len_k",
@@ -192,6 +200,9 @@ def test_strides_of_dimensions_of_one_mean_nothing(device, dtype, sizes):
         (2**31, 2**31, 0),
         (2**40, 0, 2**40),
         (7, 7, -(2**40)),
+        (2**41, -1, 2**40),
+        (-1, 2**40 + 10, -(2**40)),
+        (2**62, 2**62, 2**62),
     ],
 )
 @pytest.mark.parametrize("len_q, len_k", [(129, 129), (100, 300), (300, 100), (1, 200)])
@@ -254,7 +265,7 @@ def test_nan_in_k_reaches_every_row_that_sees_it(device, dtype):
     assert not out[0, 0].isnan().any() and not lse[0, 0].isnan().any()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 @SOME_BACKENDS
 def test_a_bad_key_reaches_no_row_that_does_not_see_it(device, dtype, bad):
     q, k, v = random_inputs(1, 2, 129, 64, dtype=dtype, device=device)

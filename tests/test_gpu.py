@@ -5,6 +5,10 @@ test_forward.py.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +142,21 @@ def test_cuda_graph(head_dim):
             x.copy_(new)
         graph.replay()
         assert all(map(torch.equal, captured, flash_cute.forward(q, k, v, True)))
+
+
+def test_the_first_call_of_a_process_can_be_captured(tmp_path):
+    program = """
+import torch, flash_cute
+q, k, v = torch.randn(3, 1, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured = flash_cute.forward(q, k, v, True)
+graph.replay()
+assert all(map(torch.equal, captured, flash_cute.forward(q, k, v, True)))
+"""
+    path = os.pathsep.join([str(Path(flash_cute.__file__).parent.parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

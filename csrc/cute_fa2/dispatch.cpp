@@ -96,6 +96,10 @@ std::string build_info() {
 }
 
 std::string tiles_for(int64_t smem_limit) {
+  if (smem_limit < 0) {
+    throw std::runtime_error("flash_cute: smem_limit is " + std::to_string(smem_limit) +
+                             ": it must be a number of bytes");
+  }
   std::string tiles;
   for (int head_dim : kBuiltHeadDims) {
     const int index =
@@ -107,6 +111,7 @@ std::string tiles_for(int64_t smem_limit) {
 
 void check_cuda(cudaError_t status) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // the runtime keeps an error until it is asked: the next call starts clean
   if (status == cudaErrorNoKernelImageForDevice) {
     throw std::runtime_error(
         "flash_cute: this build has no machine code for the GPU (it has " FLASH_CUTE_ARCHS

@@ -74,13 +74,14 @@ inline void set_scale(FwdParams& params, double softmax_scale) {
 inline MaskKind set_band(FwdParams& params, int64_t window_left, int64_t window_right,
                          int64_t diagonal_offset) {
   const int64_t len_q = params.len_q, len_k = params.len_k;
-  auto clamped = [&](int64_t shift) { return static_cast<int>(std::clamp(shift, -len_q, len_k)); };
-  constexpr int64_t kFar = 4 * kMaxLength;  // beyond every key
-  const int64_t offset = std::clamp(diagonal_offset, -kFar, kFar);
-  params.band_begin =
-      window_left < 0 ? clamped(-len_q) : clamped(offset - std::min(window_left, kFar));
-  params.band_end =
-      window_right < 0 ? clamped(len_k) : clamped(offset + std::min(window_right, kFar) + 1);
+  // Past -len_q and len_k a bound changes nothing more. The sums may pass 64 bits.
+  auto bound = [&](__int128 shift) {
+    return static_cast<int>(std::clamp<__int128>(shift, -len_q, len_k));
+  };
+  params.band_begin = static_cast<int>(-len_q);
+  params.band_end = static_cast<int>(len_k);
+  if (window_left >= 0) params.band_begin = bound(__int128{diagonal_offset} - window_left);
+  if (window_right >= 0) params.band_end = bound(__int128{diagonal_offset} + window_right + 1);
   const bool everything = params.band_begin + len_q - 1 <= 0 && params.band_end >= len_k;
   return everything ? MaskKind::kFull : MaskKind::kBanded;
 }

@@ -85,9 +85,11 @@ class OnlineSoftmax {
       float sum = sum_[r];
       sum += platform::shuffle_xor(sum, 2);
       sum += platform::shuffle_xor(sum, 1);
-      const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+      const float inverse = 1.f / sum;
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= inverse;
+      for (int c = 0; c < cute::size<1>(out); ++c) {
+        out(r, c) = sum == 0.f ? 0.f : out(r, c) * inverse;  // NaN x 0 in a key unseen stays out
+      }
       constexpr float kLn2 = 0.693147180559945309f;
       lse(r) = sum == 0.f ? -INFINITY
                           : (reference_[r] * params_.scale_log2 + platform::log2(sum)) * kLn2;
