@@ -1,0 +1,167 @@
+"""Builds shared libraries of emulated kernels: the project's own sources, compiled for the CPU
+against the emulated machine in this folder.
+
+    python tests/emulator/build_emulator.py    build the one that the tests use
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+if str(ROOT / "csrc") not in sys.path:
+    sys.path.append(str(ROOT / "csrc"))
+
+from build_library import SOURCES, BuildError, for_ninja, link, variants, write  # noqa: E402
+from toolchain import (  # noqa: E402
+    find_compiler,
+    find_cuda,
+    find_cutlass,
+    find_package,
+    find_program,
+    output_of,
+)
+
+BUILD = "build/emulator"
+MACHINE = HERE.relative_to(ROOT).as_posix()
+BOOST = "cmeel.prefix"
+
+#: Stands in for the kernels that a library leaves out.
+ABSENT = """\
+#include <stdexcept>
+#include "dispatch.h"
+namespace flash_cute {{
+template <DType kDType, int kHeadDim, MaskKind kMask>
+void launch_fwd_sm80(const FwdParams&, int, int, cudaStream_t) {{
+  throw std::runtime_error("this kernel was left out of the build");
+}}
+{instantiations}
+}}  // namespace flash_cute
+"""
+
+
+@dataclass(frozen=True)
+class Library:
+    """Kernels to emulate: those of `sources`, a folder in the checkout."""
+
+    name: str = "kernels"
+    sources: str = SOURCES
+    head_dims: Sequence[int] = variants.ALL_HEAD_DIMS
+    dtypes: Sequence[str] = tuple(variants.DTYPES)
+    debug: bool = False  # for a debugger
+
+    @property
+    def folder(self) -> str:
+        return f"{BUILD}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/emulated.so"
+
+    def generate(self) -> tuple[list[str], list[str]]:
+        """Writes the generated sources; returns the kernels' and the others."""
+        folder = Path(self.folder, "variants")
+        everything = variants.generate(ROOT / folder, self.head_dims)
+        kernels = [f for f in everything if f.stem.rsplit("_", 1)[1] in self.dtypes]
+        absent = [f for f in everything if f not in kernels]
+        lines = [
+            line
+            for file in absent
+            for line in file.read_text().splitlines()
+            if line.startswith("template ")
+        ]
+        others = [f"{self.sources}/dispatch.cpp"]
+        if absent:
+            text = ABSENT.format(instantiations="\n".join(lines))
+            others.append(write(f"{folder}/absent.cpp", text))
+        return [str(file.relative_to(ROOT)) for file in kernels], others
+
+
+def why_not() -> str | None:
+    """Why nothing can be emulated here; None if it can."""
+    if not find_package(BOOST):
+        return "cmeel-boost, which has the context switches, is not installed"
+    if not (find_cuda() and find_cutlass() and find_program("ninja")):
+        return "the headers of CUDA, those of CUTLASS or ninja were not found"
+    return None
+
+
+def write_ninja(libraries: Iterable[Library]) -> str:
+    compiler, cuda = find_compiler(), find_cuda()
+    targets = {"cutlass": find_cutlass(), "cuda": cuda and cuda.root, "boost": find_package(BOOST)}
+    links = {name: link(name, target, BUILD) for name, target in targets.items() if target}
+    cuda_include = f"{links['cuda']}/{cuda.folder_of('cuda_runtime.h')}"
+    includes = [f"-I{MACHINE}", "-isystem", links["cutlass"], "-isystem", cuda_include]
+    includes += ["-isystem", f"{cuda_include}/cccl", "-isystem", f"{links['boost']}/include"]
+    cxx = [compiler, "-std=c++20", "-fPIC", "-fvisibility=hidden", *includes]
+    cxx += ["-Wall", '-DFLASH_CUTE_ARCHS="emulated"']
+    # Each plain access to memory becomes a call of ours (machine.cpp); libtsan is not linked.
+    kernel = [*cxx, "-fsanitize=thread"]
+    fill_variables = "-ftrivial-auto-var-init=pattern"  # which gcc has from 12 on, clang from 8
+    if "unrecognized" not in output_of([compiler, fill_variables, "-x", "c++", "-E", os.devnull]):
+        kernel.append(fill_variables)
+
+    identity = output_of([compiler, "--version"]) + os.environ.get("CPLUS_INCLUDE_PATH", "")
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    cached = [sys.executable, "csrc/object_cache.py", "$out", "$out.d", digest]
+    boost = ROOT / links["boost"] / "lib"
+    shared = [compiler, "-shared", "-o", "$out", "$in", f"-L{boost}", f"-Wl,-rpath,{boost}"]
+    shared += ["-Wl,-z,defs", "-lboost_context", "-lpthread", "-ldl"]
+
+    text = f"builddir = {BUILD}\n"
+    for name, tool in (("cxx", cxx), ("kernel", kernel)):
+        steps = [*cached, *tool, "-MD", "-MF", "$out.d", "-x", "c++", "-c", "$in", "-o", "$out"]
+        command = for_ninja(steps).replace("-MD", "$flags -MD", 1)
+        text += f"rule {name}\n  command = {command}\n  description = compiling $in\n"
+        text += "  deps = gcc\n  depfile = $out.d\n"
+    text += f"rule link\n  command = {for_ninja(shared)}\n  description = linking $out\n"
+
+    def compile_rule(rule: str, source: str, target: str, library: Library, flags: str) -> str:
+        flags += f" -I{library.sources} -I{library.folder}/variants"
+        return f"build {target}: {rule} {source}\n  flags = {flags}\n"
+
+    machine = []
+    for source in sorted(HERE.glob("*.cpp"), key=lambda file: file.stem == "small_kernels"):
+        machine.append(f"{BUILD}/machine/{source.stem}.o")
+        rule = "kernel" if source.stem == "small_kernels" else "cxx"
+        text += compile_rule(rule, f"{MACHINE}/{source.name}", machine[-1], Library(), "-O2 -g")
+    for library in libraries:
+        # The machine's objects come first: of inline functions that both have, the linker keeps
+        # those that call us not back.
+        objects = list(machine)
+        # -g1 leads from an address to a line of the source.
+        flags = "-O0 -g" if library.debug else "-O2 -g1"
+        for rule, files in zip(("kernel", "cxx"), library.generate(), strict=True):
+            for file in files:
+                objects.append(f"{library.folder}/{Path(file).stem}.o")
+                text += compile_rule(rule, file, objects[-1], library, flags)
+        text += f"build {library.path}: link {' '.join(objects)}\n"
+    return text
+
+
+def build(*libraries: Library) -> list[Path]:
+    """Brings the libraries up to date and returns where they are."""
+    reason = why_not()
+    if reason:
+        raise BuildError(reason)
+    lock = (ROOT / write(f"{BUILD}/lock", "")).open()
+    fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time
+    file = write(f"{BUILD}/build.ninja", write_ninja(libraries))
+    count = os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))
+    command = [find_program("ninja") or "ninja", "-f", file, "-j", str(count), "--quiet"]
+    result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    if result.returncode:
+        raise BuildError(f"the emulated kernels do not compile:\n{result.stdout}{result.stderr}")
+    return [ROOT / library.path for library in libraries]
+
+
+if __name__ == "__main__":
+    print(*build(Library()))

@@ -1,0 +1,196 @@
+#include "cta.h"
+
+#include <sys/mman.h>
+
+#include <bit>
+#include <cstdarg>
+#include <cstdio>
+#include <new>
+
+namespace flash_cute::emulator {
+
+// boost::context::fiber would unwind the stacks of threads that a failure leaves behind, through
+// callbacks that the compiler takes to throw nothing. The functions below it just drop them.
+using boost::context::detail::jump_fcontext;
+using boost::context::detail::make_fcontext;
+using boost::context::detail::transfer_t;
+
+thread_local Thread* running = nullptr;
+
+Cta::Cta(const Launch& launch) : launch_(launch), threads_(launch.threads) {
+  void* memory = mmap(nullptr, launch.threads * Thread::kStackBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  stacks_ = static_cast<char*>(memory);
+}
+
+Cta::~Cta() { munmap(stacks_, launch_.threads * Thread::kStackBytes); }
+
+std::string Cta::run(int block) {
+  block_ = block;
+  failure_.clear();
+  shared.reset(launch_.shared_bytes);
+  barriers_.clear();
+  warps_.assign(launch_.threads / 32, Warp{});
+  for (Warp& warp : warps_) warp.runnable = ~0u;
+  random_ = (launch_.seed + 1) * 0x9e3779b97f4a7c15u ^ (block + 1) * 0xd1342543de82ef95u;
+  alive_ = launch_.threads;
+  for (int i = 0; i < launch_.threads; ++i) {
+    Thread& thread = threads_[i];
+    thread.cta = this;
+    thread.index = i;
+    thread.done = false;
+    char* stack = stacks_ + i * Thread::kStackBytes;
+    char* stack_end = stack + Thread::kStackBytes;
+    thread.stack = reinterpret_cast<uintptr_t>(stack);
+    thread.context = make_fcontext(stack_end, Thread::kStackBytes, &Cta::enter);
+    thread.clocks.reset(launch_.threads);
+    thread.clocks.advance(i);
+    thread.copy_group = 0;
+    thread.copies.clear();
+  }
+  resume(*pick());
+  conflicts.finish();
+  return failure_;
+}
+
+void Cta::resume(Thread& thread) {
+  running = &thread;
+  jump_fcontext(thread.context, &scheduler_);
+  running = nullptr;
+}
+
+// The first turn of a thread.
+void Cta::enter(transfer_t from) {
+  *static_cast<boost::context::detail::fcontext_t*>(from.data) = from.fctx;
+  Thread& thread = *running;
+  Cta& cta = *thread.cta;
+  cta.launch_.kernel(cta.launch_.params, cta.shared.data());
+  thread.done = true;
+  cta.warps_[thread.index / 32].runnable &= ~(1u << thread.index % 32);
+  --cta.alive_;
+  cta.switch_from(thread);
+}
+
+// xorshift64*: Marsaglia 2003, Vigna 2016.
+uint32_t Cta::random() {
+  random_ ^= random_ >> 12;
+  random_ ^= random_ << 25;
+  random_ ^= random_ >> 27;
+  return static_cast<uint32_t>(random_ * 0x2545f4914f6cdd1dull >> 32);
+}
+
+// A random lane of the warp that runs; now and then, and when none of its lanes can run, of
+// another.
+Thread* Cta::pick() {
+  const uint32_t dice = random();
+  const auto warps = static_cast<uint32_t>(warps_.size());
+  if (dice % 64 == 0 || warps_[warp_].runnable == 0) warp_ = (dice >> 8) % warps;
+  for (uint32_t tried = 0; tried < warps; ++tried, warp_ = (warp_ + 1) % warps) {
+    const uint32_t runnable = warps_[warp_].runnable;
+    if (runnable == 0) continue;
+    const int from = dice >> 27;
+    const int lane = (std::countr_zero(std::rotr(runnable, from)) + from) % 32;
+    return &threads_[warp_ * 32 + lane];
+  }
+  return nullptr;
+}
+
+void Cta::switch_from(Thread& thread) {
+  Thread* next = pick();
+  if (next == &thread) return;
+  if (!next) {
+    if (alive_ > 0) failure_ = deadlock();
+    jump_fcontext(scheduler_, nullptr);  // for good
+  }
+  running = next;
+  const transfer_t back = jump_fcontext(next->context, &thread.context);
+  *static_cast<boost::context::detail::fcontext_t*>(back.data) = back.fctx;
+}
+
+void Cta::wait(Thread& thread, const char* at, const void* code) {
+  thread.waits_at = at;
+  thread.waits_in = code;
+  warps_[thread.index / 32].runnable &= ~(1u << thread.index % 32);
+  switch_from(thread);
+}
+
+void Cta::barrier(Thread& thread, int id, int count, const void* code) {
+  Barrier& barrier = barriers_[id];
+  if (barrier.waiting.empty()) {
+    barrier.count = count;
+    barrier.clocks.reset(launch_.threads);
+  } else if (barrier.count != count) {
+    emulator::fail(thread, code, "waits for %d threads at barrier %d, where others wait for %d",
+                   count, id, barrier.count);
+  }
+  barrier.clocks.join(thread.clocks);
+  barrier.waiting.push_back(&thread);
+  const bool last = static_cast<int>(barrier.waiting.size()) == count;
+  if (last) {
+    for (Thread* other : barrier.waiting) {
+      other->clocks.join(barrier.clocks);
+      other->clocks.advance(other->index);
+      warps_[other->index / 32].runnable |= 1u << other->index % 32;
+    }
+    barrier.waiting.clear();
+    if (id == 0) ++counters.block_barriers;
+    switch_from(thread);
+  } else {
+    wait(thread, "a barrier", code);
+  }
+}
+
+void Cta::with_warp(Thread& thread, const char* name, void* operands, Complete complete,
+                    const void* code) {
+  Warp& warp = warps_[thread.index / 32];
+  if (warp.arrived && warp.complete != complete) {
+    emulator::fail(thread, code, "is at %s, while other lanes of its warp are at %s", name,
+                   warp.operation);
+  }
+  warp.operation = name;
+  warp.complete = complete;
+  warp.operands[thread.index % 32] = operands;
+  warp.arrived |= 1u << thread.index % 32;
+  if (warp.arrived != ~0u) return wait(thread, name, code);
+  warp.arrived = 0;
+  warp.runnable = ~0u;
+  complete(*this, &threads_[thread.index / 32 * 32], warp.operands);
+}
+
+void Cta::fail(std::string what) {
+  failure_ = std::move(what);
+  jump_fcontext(scheduler_, nullptr);
+  __builtin_unreachable();
+}
+
+std::string Cta::deadlock() const {
+  const Thread* shown[2] = {};
+  int done = 0;
+  for (const Thread& thread : threads_) {
+    done += thread.done;
+    if (thread.done) continue;
+    if (!shown[0]) shown[0] = &thread;
+    if (thread.waits_in != shown[0]->waits_in && !shown[1]) shown[1] = &thread;
+  }
+  std::string text = "block " + std::to_string(block_) + ": every thread waits or is done (" +
+                     std::to_string(done) + " are)";
+  for (const Thread* thread : shown) {
+    if (!thread) continue;
+    text += ", thread " + std::to_string(thread->index) + " for " + thread->waits_at + " " +
+            place(thread->waits_in);
+  }
+  return text;
+}
+
+void fail(const Thread& thread, const void* code, const char* format, ...) {
+  char text[1024];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  thread.cta->fail("block " + std::to_string(thread.cta->block()) + ", thread " +
+                   std::to_string(thread.index) + " " + text + " (" + place(code) + ")");
+}
+
+}  // namespace flash_cute::emulator

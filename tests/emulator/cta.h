@@ -1,0 +1,127 @@
+// One thread block on the emulated machine: its threads as fibers of one OS thread, which run one
+// at a time and take turns where they wait.
+#pragma once
+
+#include <boost/context/detail/fcontext.hpp>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "clocks.h"
+#include "counters.h"
+#include "machine.h"
+#include "shared_memory.h"
+
+namespace flash_cute::emulator {
+
+class Cta;
+class GlobalMemory;
+
+// What is the same for all blocks of a launch.
+struct Launch {
+  Kernel kernel;
+  const void* params;
+  int params_bytes;
+  int threads;
+  int shared_bytes;
+  uint64_t seed;
+  GlobalMemory* global;
+};
+
+// An asynchronous copy that has not been waited for.
+struct PendingCopy {
+  void* target;
+  unsigned char bytes[16];
+  const void* code;
+  int64_t group;
+};
+
+struct Thread {
+  static constexpr size_t kStackBytes = 256 * 1024;
+
+  Cta* cta;
+  int index;
+  bool done;
+  uintptr_t stack;  // its lowest address
+  boost::context::detail::fcontext_t context;
+  Clocks clocks;
+  const char* waits_at;  // what it waits for, while it does
+  const void* waits_in;  // where in the code
+  int64_t copy_group;    // the one that its copies join until the next commit
+  std::deque<PendingCopy> copies;
+};
+
+// Ends the block with a sentence that begins with the thread. Never returns; set a breakpoint here.
+[[noreturn]] void fail(const Thread& thread, const void* code, const char* format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+// "at <address in the library>", for the Python side to turn into a line of the source.
+std::string place(const void* code);
+
+class Cta {
+ public:
+  explicit Cta(const Launch& launch);
+  ~Cta();
+  Cta(const Cta&) = delete;
+
+  // Runs one block to its end; returns what went wrong, or nothing.
+  std::string run(int block);
+
+  int block() const { return block_; }
+  const Launch& launch() const { return launch_; }
+
+  // For the running thread. Waits until `count` threads have come to the barrier; all that any of
+  // them did before is then ordered before all that any of them does after.
+  void barrier(Thread& thread, int id, int count, const void* code);
+  // For the running thread: waits until all lanes of its warp have come with operands of their own,
+  // upon which `complete` does the work of all.
+  using Complete = void (*)(Cta& cta, Thread* lane0, void* const (&operands)[32]);
+  void with_warp(Thread& thread, const char* name, void* operands, Complete complete,
+                 const void* code);
+  [[noreturn]] void fail(std::string what);
+
+  SharedMemory shared;
+  BankConflicts conflicts;
+  Counters counters{};
+
+ private:
+  struct Barrier {
+    int count = 0;
+    std::vector<Thread*> waiting;
+    Clocks clocks;
+  };
+  struct Warp {
+    uint32_t runnable = 0;  // a bit for each lane
+    uint32_t arrived = 0;   // at the warp-wide operation
+    const char* operation = nullptr;
+    Complete complete = nullptr;
+    void* operands[32];
+  };
+
+  static void enter(boost::context::detail::transfer_t from);
+  uint32_t random();
+  Thread* pick();                    // one that can run; none when all wait
+  void switch_from(Thread& thread);  // to another; returns when it is this one's turn again
+  void wait(Thread& thread, const char* at, const void* code);
+  void resume(Thread& thread);
+  std::string deadlock() const;
+
+  const Launch& launch_;
+  int block_ = 0;
+  char* stacks_;
+  std::vector<Thread> threads_;
+  std::vector<Warp> warps_;
+  std::map<int, Barrier> barriers_;
+  size_t warp_ = 0;  // the one that runs
+  int alive_ = 0;
+  uint64_t random_ = 0;
+  boost::context::detail::fcontext_t scheduler_ = nullptr;
+  std::string failure_;
+};
+
+// The thread that runs on this OS thread; none between blocks and in the scheduler.
+extern thread_local Thread* running __attribute__((tls_model("initial-exec")));
+
+}  // namespace flash_cute::emulator

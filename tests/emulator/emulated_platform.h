@@ -1,0 +1,111 @@
+// The host side of csrc/cute_fa2/common/platform.h: the same names, on the emulated machine.
+#pragma once
+
+#include "device_intrinsics.h"  // ahead of CUTLASS
+
+#include <cutlass/numeric_types.h>
+#include <cmath>
+#include <cstring>
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/atom/copy_traits_sm75.hpp>
+#include <cute/atom/mma_traits_sm80.hpp>
+#include <limits>
+#include <type_traits>
+
+#include "machine.h"
+
+namespace flash_cute::platform {
+
+inline int thread_index() { return emulator::thread_index(); }
+inline int block_index() { return emulator::block_index(); }
+inline void sync_block() { emulator::sync_block(); }
+
+inline float shuffle_xor(float value, int lane_mask) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  bits = emulator::shuffle(bits, emulator::thread_index() % 32 ^ lane_mask);
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline bool any_in_warp(bool predicate) { return emulator::ballot(predicate) != 0; }
+
+inline float flush_denormal(float x) {
+  return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x;
+}
+inline float exp2(float x) { return flush_denormal(std::exp2(flush_denormal(x))); }
+inline float log2(float x) { return std::log2(x); }
+
+inline int computed_here(int value) { return value; }
+
+inline void commit_copies() { emulator::commit_copies(); }
+template <int kGroupsInFlight>
+void wait_copies() {
+  emulator::wait_copies(kGroupsInFlight);
+}
+
+template <bool kTransposed>
+struct EmulatedLdmatrix {
+  using SRegisters = cute::uint128_t[1];
+  using DRegisters = uint32_t[4];
+  static void copy(const cute::uint128_t& row, uint32_t& d0, uint32_t& d1, uint32_t& d2,
+                   uint32_t& d3) {
+    uint32_t d[4];
+    emulator::load_matrix(&row, d, kTransposed);
+    d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+  }
+};
+
+template <class Element>
+struct EmulatedMma {
+  using DRegisters = float[4];
+  using ARegisters = uint32_t[4];
+  using BRegisters = uint32_t[2];
+  using CRegisters = float[4];
+  static void fma(float& d0, float& d1, float& d2, float& d3,  //
+                  const uint32_t& a0, const uint32_t& a1, const uint32_t& a2, const uint32_t& a3,
+                  const uint32_t& b0, const uint32_t& b1,  //
+                  const float& c0, const float& c1, const float& c2, const float& c3) {
+    constexpr auto kType = std::is_same_v<Element, cutlass::half_t> ? emulator::Operand::kHalf
+                                                                    : emulator::Operand::kBFloat16;
+    float d[4];
+    emulator::mma_m16n8k16(kType, d, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3});
+    d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+  }
+};
+
+using CopyGlobalToShared = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;
+using LoadMatrix = EmulatedLdmatrix<false>;
+using LoadMatrixTransposed = EmulatedLdmatrix<true>;
+template <class Element>
+using Mma = EmulatedMma<Element>;
+
+}  // namespace flash_cute::platform
+
+namespace cute {
+
+// CuTe's traits of the instructions serve the emulated ones; of cp.async, which is a template, only
+// the instruction itself is replaced.
+template <>
+struct Copy_Traits<flash_cute::platform::EmulatedLdmatrix<false>> : Copy_Traits<SM75_U32x4_LDSM_N> {
+};
+template <>
+struct Copy_Traits<flash_cute::platform::EmulatedLdmatrix<true>> : Copy_Traits<SM75_U16x8_LDSM_T> {
+};
+template <>
+struct MMA_Traits<flash_cute::platform::EmulatedMma<half_t>>
+    : MMA_Traits<SM80_16x8x16_F32F16F16F32_TN> {};
+template <>
+struct MMA_Traits<flash_cute::platform::EmulatedMma<bfloat16_t>>
+    : MMA_Traits<SM80_16x8x16_F32BF16BF16F32_TN> {};
+
+template <>
+struct SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t, uint128_t> {
+  using SRegisters = uint128_t[1];
+  using DRegisters = uint128_t[1];
+  static void copy(const uint128_t& source, uint128_t& target, bool exists) {
+    flash_cute::emulator::copy_async(&target, &source, exists);
+  }
+};
+
+}  // namespace cute

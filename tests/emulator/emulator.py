@@ -1,0 +1,165 @@
+"""Runs the forward kernels on the emulated machine, from torch tensors on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import poisoned
+from torch import Tensor
+
+_ERROR_BYTES = 4096
+
+
+class EmulationError(AssertionError):
+    """What a kernel did wrong: block, thread, address, and the places in the source."""
+
+
+class BankCount(ctypes.Structure):
+    """Wavefronts of accesses to shared memory without conflicts, and what conflicts add."""
+
+    _fields_ = [("wavefronts", ctypes.c_int64), ("conflicts", ctypes.c_int64)]
+
+    def __repr__(self) -> str:
+        return f"{self.wavefronts} + {self.conflicts}"
+
+
+class Counters(ctypes.Structure):
+    """As in counters.h."""
+
+    _fields_ = [
+        *((name, BankCount) for name in ("load_matrix", "copy_async", "load", "store")),
+        ("global_reads_16", ctypes.c_int64),
+        ("global_reads", ctypes.c_int64),
+        ("global_writes_16", ctypes.c_int64),
+        ("global_writes", ctypes.c_int64),
+        ("block_barriers", ctypes.c_int64),
+        ("mma", ctypes.c_int64),
+    ]
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name} {getattr(self, name)}" for name, _ in self._fields_)
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 3),
+    ]
+
+
+class _Forward(ctypes.Structure):
+    """As in launch.cpp."""
+
+    _fields_ = [
+        *((name, _Tensor) for name in ("q", "k", "v", "out")),
+        ("lse", ctypes.c_void_p),
+        ("is_half", ctypes.c_int32),
+        ("workers", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_double),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        ("diagonal_offset", ctypes.c_int64),
+        ("smem_limit", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+def _readable_rows(x: Tensor) -> Tensor:
+    """As in torch_binding.cpp: x, or a copy with rows of whole 16-byte chunks."""
+    strides = [s if size > 1 else 0 for s, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    aligned = x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in (*strides, x.shape[3]))
+    if aligned and (x.shape[3] == 1 or x.stride(3) == 1):
+        return x
+    padded = -x.shape[3] % 8
+    return poisoned(torch.nn.functional.pad(x, (0, padded)))
+
+
+def _as_c(x: Tensor) -> _Tensor:
+    strides = [s if size > 1 else 0 for s, size in zip(x.stride(), x.shape, strict=True)]
+    return _Tensor(x.data_ptr(), (ctypes.c_int64 * 4)(*x.shape), (ctypes.c_int64 * 3)(*strides[:3]))
+
+
+class Emulator:
+    """The kernels of one library (build_emulator.py)."""
+
+    def __init__(self, path: Path, workers: int | None = None) -> None:
+        self.path = path
+        self.workers = workers or len(os.sched_getaffinity(0))  # blocks that run side by side
+        self._library = ctypes.CDLL(str(path))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        *,
+        window_left: int = -1,
+        window_right: int = -1,
+        diagonal_offset: int = 0,
+        smem_limit: int = 0,
+        seed: int = 0,
+    ) -> tuple[Tensor, Tensor, Counters]:
+        """Output, LSE, and what was counted. The tile is that of a device with `smem_limit` bytes
+        of shared memory; threads take turns in an order that `seed` decides.
+        """
+        rows = [_readable_rows(x) for x in (q, k, v)]
+        out = poisoned(torch.full_like(rows[0], math.nan))
+        lse = torch.full(q.shape[:3], math.nan)
+        call = _Forward(
+            *map(_as_c, (*rows, out)),
+            lse.data_ptr(),
+            q.dtype == torch.float16,
+            self.workers,
+            softmax_scale,
+            window_left,
+            window_right,
+            diagonal_offset,
+            smem_limit,
+            seed,
+        )
+        counters = self._call(self._library.emulate_forward, ctypes.byref(call))
+        return out[..., : q.shape[3]], lse, counters
+
+    def small(self, name: str, x: Tensor, seed: int = 0) -> tuple[Tensor, Counters]:
+        """The output of the kernel of that name in small_kernels.cpp, and what was counted."""
+        out = torch.zeros_like(x)
+        arguments = name.encode(), x.data_ptr(), out.data_ptr(), seed
+        types = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
+        typed = (to(value) for to, value in zip(types, arguments, strict=True))
+        return out, self._call(self._library.emulate_small, *typed)
+
+    def _call(self, function: Any, *arguments: Any) -> Counters:
+        counters, error = Counters(), ctypes.create_string_buffer(_ERROR_BYTES)
+        size = ctypes.c_size_t(_ERROR_BYTES)
+        if function(*arguments, ctypes.byref(counters), error, size):
+            raise EmulationError(self._with_places(error.value.decode()))
+        return counters
+
+    def _with_places(self, message: str) -> str:
+        """Replaces addresses in the library by lines of the kernels' source."""
+        return re.sub(r"\{(0x[0-9a-f]+)\}", lambda found: self._place(found[1]), message)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (few, and as long-lived as the process)
+    def _place(self, address: str) -> str:
+        try:
+            command = ["addr2line", "-i", "-e", str(self.path), address]
+            lines = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+        except OSError:
+            lines = []  # no binutils here
+        for line in lines:  # from the innermost inlined function outwards
+            found = re.search(
+                r"(?:/cute_fa2/(?!.*variants/)|/(?=small_kernels))([\w/.]+:\d+)", line
+            )
+            if found:
+                return found[1]
+        return address

@@ -1,0 +1,90 @@
+// The forward as Python calls it (emulator.py has the same structs): the project's own dispatch, on
+// what it asks of CUDA.
+#include <cuda_runtime_api.h>
+
+#include "dispatch.h"
+#include "launch.h"
+
+using namespace flash_cute;
+using emulator::GlobalMemory;
+
+extern "C" {
+
+// What dispatch.cpp asks of CUDA. The device lends what an H100 lends to a block.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 227 * 1024;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return "none"; }
+
+// A (batch, heads, rows, columns) tensor; strides in elements, columns contiguous.
+struct CTensor {
+  void* data;
+  int64_t sizes[4];
+  int64_t strides[3];
+};
+
+struct CForward {
+  CTensor q, k, v, out;
+  float* lse;  // (batch, heads, rows), contiguous
+  int32_t is_half;
+  int32_t workers;
+  double softmax_scale;
+  int64_t window_left, window_right, diagonal_offset;
+  int64_t smem_limit;
+  uint64_t seed;
+};
+
+// Returns 0, or 1 with a sentence in `error`. Counters are added to.
+__attribute__((visibility("default"))) int emulate_forward(const CForward* call,
+                                                           emulator::Counters* counters,
+                                                           char* error, size_t error_bytes) {
+  FwdParams params;
+  params.q = {call->q.data, call->q.strides[0], call->q.strides[1], call->q.strides[2]};
+  params.k = {call->k.data, call->k.strides[0], call->k.strides[1], call->k.strides[2]};
+  params.v = {call->v.data, call->v.strides[0], call->v.strides[1], call->v.strides[2]};
+  params.out = {call->out.data, call->out.strides[0], call->out.strides[1], call->out.strides[2]};
+  params.lse = call->lse;
+  params.batch = static_cast<int>(call->q.sizes[0]);
+  params.heads_q = static_cast<int>(call->q.sizes[1]);
+  params.heads_per_kv_head = static_cast<int>(call->q.sizes[1] / call->k.sizes[1]);
+  params.len_q = static_cast<int>(call->q.sizes[2]);
+  params.len_k = static_cast<int>(call->k.sizes[2]);
+  params.head_dim = static_cast<int>(call->q.sizes[3]);
+  set_scale(params, call->softmax_scale);
+  const MaskKind mask =
+      set_band(params, call->window_left, call->window_right, call->diagonal_offset);
+
+  emulator::Session session{.seed = call->seed, .workers = call->workers};
+  auto add = [&](const char* name, GlobalMemory::Use use, const CTensor& t) {
+    constexpr int64_t kBytes = 2;
+    session.global.add({name,
+                        use,
+                        t.data,
+                        {t.sizes[0], t.sizes[1], t.sizes[2]},
+                        {t.strides[0] * kBytes, t.strides[1] * kBytes, t.strides[2] * kBytes},
+                        t.sizes[3] * kBytes});
+  };
+  add("q", GlobalMemory::Use::kInput, call->q);
+  add("k", GlobalMemory::Use::kInput, call->k);
+  add("v", GlobalMemory::Use::kInput, call->v);
+  add("out", GlobalMemory::Use::kOutput, call->out);
+  const int64_t rows = call->q.sizes[2], heads = call->q.sizes[1];
+  session.global.add({"lse",
+                      GlobalMemory::Use::kOutput,
+                      call->lse,
+                      {1, call->q.sizes[0], heads},
+                      {0, heads * rows * 4, rows * 4},
+                      rows * 4});
+  auto launch = [&] {
+    launch_fwd(params, call->is_half ? DType::kHalf : DType::kBFloat16, mask, call->smem_limit, 0,
+               nullptr);
+  };
+  return emulator::run_session(session, launch, counters, error, error_bytes);
+}
+}

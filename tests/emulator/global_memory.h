@@ -1,0 +1,55 @@
+// The global memory that a kernel may touch: the rows of its tensors and no byte beside them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace flash_cute::emulator {
+
+class GlobalMemory {
+ public:
+  enum class Use { kInput, kOutput };
+
+  // A tensor of up to 3 dimensions of rows; strides in bytes. Every byte of an output must be
+  // written exactly once, and an output is never read.
+  struct Tensor {
+    const char* name;
+    Use use;
+    const void* data;
+    int64_t sizes[3];
+    int64_t strides[3];
+    int64_t row_bytes;
+  };
+
+  void add(const Tensor& tensor);
+  void finish();  // after the last `add`
+
+  // Nothing if `address` may be used so, else what is wrong with it.
+  std::string check_read(const void* address, int bytes) const;
+  std::string write(const void* address, int bytes);
+
+  // What of the outputs nobody has written; nothing if all is there.
+  std::string unwritten() const;
+
+ private:
+  static constexpr int kCellBytes = 2;
+  struct Row {
+    uintptr_t begin, end;
+    const char* tensor;
+    Use use;
+    int64_t at[3];
+    int64_t first_cell;  // in `written_`, of an output's row
+  };
+  const Row* row_of(const void* address, int bytes) const;
+  static std::string name(const Row& row);
+  std::string nearest(const void* address) const;
+
+  std::vector<Row> rows_;  // by address; where rows of inputs coincide, one of them
+  std::unique_ptr<std::atomic<bool>[]> written_;
+  int64_t cells_ = 0;
+};
+
+}  // namespace flash_cute::emulator

@@ -1,0 +1,39 @@
+// What an emulated kernel asks of its machine. Every function here is called by one thread of the
+// emulated block and acts for that thread; warp-wide ones return when all 32 lanes have called.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_cute::emulator {
+
+int thread_index();
+int block_index();
+
+// Barriers: all threads of the block, `threads` of them at the named barrier `id`, a warp.
+void sync_block();
+void sync_named(int id, int threads);
+void sync_warp();
+
+// Warp shuffles and votes, of all 32 lanes.
+uint32_t shuffle(uint32_t value, int source_lane);
+uint32_t ballot(bool predicate);
+
+// mma.sync.m16n8k16, fp32 accumulation: d = a b + c.
+enum class Operand { kHalf, kBFloat16 };
+void mma_m16n8k16(Operand type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                  const float (&c)[4]);
+
+// ldmatrix.x4: `row` is the address of one of the 32 rows of 16 bytes.
+void load_matrix(const void* row, uint32_t (&d)[4], bool transposed);
+
+// cp.async of 16 bytes, or of 16 zeros without reading `source`; its groups, as in PTX.
+void copy_async(void* target, const void* source, bool exists);
+void commit_copies();
+void wait_copies(int groups_in_flight);
+
+// Runs `kernel` for every thread of every block, on emulated memories.
+using Kernel = void (*)(const void* params, void* shared_memory);
+void run_grid(int64_t blocks, int threads, int shared_bytes, Kernel kernel, const void* params,
+              int params_bytes);
+
+}  // namespace flash_cute::emulator

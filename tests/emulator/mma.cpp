@@ -1,0 +1,82 @@
+// mma.sync.m16n8k16: one lane, the last to come, multiplies for its whole warp.
+#include <bit>
+#include <cstring>
+
+#include "cta.h"
+
+namespace flash_cute::emulator {
+namespace {
+
+struct Operands {
+  Operand type;
+  float* d;
+  const uint32_t* a;
+  const uint32_t* b;
+  const float* c;
+};
+
+float from_half(uint16_t bits) {
+  // The exponent's bias is 112 higher in fp32; the product is exact, denormals included.
+  const uint32_t sign = (bits & 0x8000u) << 16;
+  const float magnitude = std::bit_cast<float>((bits & 0x7fffu) << 13) * 0x1p112f;
+  const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | special | sign);
+}
+
+float from_bfloat16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
+
+template <int kCount>
+void widen(Operand type, const uint16_t* from, float* to) {
+  if (type == Operand::kHalf) {
+    for (int i = 0; i < kCount; ++i) to[i] = from_half(from[i]);
+  } else {
+    for (int i = 0; i < kCount; ++i) to[i] = from_bfloat16(from[i]);
+  }
+}
+
+// Lane l holds, in pairs of neighbours: of A (16 x 16) the columns 2 (l % 4) of row l / 4, then of
+// row l / 4 + 8, then both 8 columns further; of B (16 x 8) the rows 2 (l % 4) of column l / 4,
+// then 8 rows further; of C and D (16 x 8) the columns 2 (l % 4) of rows l / 4 and l / 4 + 8.
+void multiply(Cta& cta, Thread*, void* const (&lanes)[32]) {
+  const Operand type = static_cast<Operands*>(lanes[0])->type;
+  uint16_t a_bits[16][16], b_bits[16][8];
+  float a[16][16], b[16][8], d[16][8];
+  for (int l = 0; l < 32; ++l) {
+    const auto& lane = *static_cast<Operands*>(lanes[l]);
+    const int row = l / 4, pair = l % 4 * 2;
+    std::memcpy(&a_bits[row][pair], &lane.a[0], 4);
+    std::memcpy(&a_bits[row + 8][pair], &lane.a[1], 4);
+    std::memcpy(&a_bits[row][pair + 8], &lane.a[2], 4);
+    std::memcpy(&a_bits[row + 8][pair + 8], &lane.a[3], 4);
+    for (int half = 0; half < 2; ++half) {
+      b_bits[pair + 8 * half][row] = static_cast<uint16_t>(lane.b[half]);
+      b_bits[pair + 8 * half + 1][row] = static_cast<uint16_t>(lane.b[half] >> 16);
+    }
+    std::memcpy(&d[row][pair], &lane.c[0], 8);
+    std::memcpy(&d[row + 8][pair], &lane.c[2], 8);
+  }
+  widen<16 * 16>(type, &a_bits[0][0], &a[0][0]);
+  widen<16 * 8>(type, &b_bits[0][0], &b[0][0]);
+  for (int i = 0; i < 16; ++i) {
+    for (int k = 0; k < 16; ++k) {
+      for (int j = 0; j < 8; ++j) d[i][j] += a[i][k] * b[k][j];
+    }
+  }
+  for (int l = 0; l < 32; ++l) {
+    const auto& lane = *static_cast<Operands*>(lanes[l]);
+    std::memcpy(&lane.d[0], &d[l / 4][l % 4 * 2], 8);
+    std::memcpy(&lane.d[2], &d[l / 4 + 8][l % 4 * 2], 8);
+  }
+  ++cta.counters.mma;
+}
+
+}  // namespace
+
+void mma_m16n8k16(Operand type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                  const float (&c)[4]) {
+  Operands mine{type, d, a, b, c};
+  running->cta->with_warp(*running, "mma", &mine, multiply,
+                          __builtin_extract_return_addr(__builtin_return_address(0)));
+}
+
+}  // namespace flash_cute::emulator

@@ -1,0 +1,67 @@
+// The shared memory of a block, stricter than the real one: it knows of each byte who wrote it and
+// who read it last, and refuses what no barrier orders.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "clocks.h"
+
+namespace flash_cute::emulator {
+
+struct Thread;
+
+class SharedMemory {
+ public:
+  static constexpr int kMaxBytes = 256 * 1024;
+
+  SharedMemory();
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+
+  // Everything poisoned, nothing written.
+  void reset(int bytes);
+
+  unsigned char* data() { return data_; }
+  bool contains(const void* address) const {
+    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(data_) < kMaxBytes;
+  }
+  uint32_t offset_of(const void* address) const {
+    return static_cast<uint32_t>(static_cast<const unsigned char*>(address) - data_);
+  }
+
+  // Checks an access by `thread` and remembers it; `code` is where in the code it stands.
+  void read(const Thread& thread, const void* address, int bytes, const void* code);
+  void write(const Thread& thread, const void* address, int bytes, const void* code);
+
+  // An asynchronous copy in two parts: from its beginning nobody may touch the target, and what it
+  // brings is written when the thread that began it waits for it.
+  void begin_copy(const Thread& thread, void* target, int bytes, const void* code);
+  void land_copy(const Thread& thread, void* target, const unsigned char* from, int bytes,
+                 const void* code);
+
+ private:
+  // What is known of a few neighbouring bytes. Readers are remembered one for each of two warps:
+  // whoever writes with no barrier behind them is in conflict with one of the two.
+  struct Cell {
+    Epoch written;
+    Epoch read[2];
+    uint32_t copying;  // 1 + the thread whose copy to here is under way
+    const void* written_by;
+    const void* read_by;
+  };
+  static constexpr int kCellBytes = 2;  // the smallest element of a kernel
+  static constexpr int cell_count(int bytes) { return (bytes + kCellBytes - 1) / kCellBytes; }
+
+  // The cells of an access that lies within the block's shared memory and is aligned.
+  Cell* cells(const Thread& thread, const char* verb, const void* address, int bytes,
+              const void* code);
+  void check_exclusive(const Thread& thread, const char* verb, const void* address, int bytes,
+                       const void* code);
+
+  unsigned char* data_;
+  int bytes_ = 0;
+  std::vector<Cell> cells_;
+};
+
+}  // namespace flash_cute::emulator

@@ -1,0 +1,50 @@
+"""What the emulated machine counts in the forward kernels, for every row of the tile table: no bank
+conflict anywhere, and traffic and work as few as they can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import check
+from support import poisoned, random_inputs
+
+from flash_cute import ops
+
+KB = 1024
+# What a device lends to one block: sm_90, sm_80, sm_86.
+LIMITS = [227 * KB, 163 * KB, 99 * KB]
+TILES = {
+    f"{t['head_dim']}-{t['block_m']}x{t['block_n']}-{t['warps']}": (t, limit)
+    for limit in LIMITS
+    for t in ops.tiles_for(limit)
+}
+KEY_BLOCKS = 3
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_counts(emulator, name):
+    tile, smem_limit = TILES[name]
+    m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
+    inputs = random_inputs(1, 1, m, d, len_k=n, dtype=torch.bfloat16)
+    counters = check(emulator, *map(poisoned, inputs), smem_limit=smem_limit)[2]
+
+    of_shared = ("load_matrix", "copy_async", "load", "store")
+    assert {access: getattr(counters, access).conflicts for access in of_shared} == dict.fromkeys(
+        of_shared, 0
+    )
+    # Each chunk of 16 bytes, 8 elements, goes from global to shared memory once, 8 at a time.
+    assert counters.global_reads_16 == (m + 2 * n) * d // 8 and counters.global_reads == 0
+    assert counters.copy_async.wavefronts == (m + 2 * n) * d // 64
+    # Each warp reads all of K and V; of Q its own rows, once or for each block of keys.
+    assert counters.load_matrix.wavefronts - tile["warps"] * 2 * n * d // 64 in (
+        m * d // 64,
+        KEY_BLOCKS * m * d // 64,
+    )
+    # Two products of 16 x 8 x 16.
+    assert counters.mma == 2 * m * n * d // (16 * 8 * 16)
+    # O goes through shared memory in words and leaves in chunks; the LSE leaves in words.
+    assert counters.store.wavefronts == m * d // 2 // 32
+    assert counters.load.wavefronts == m * d // 64
+    assert (counters.global_writes_16, counters.global_writes) == (m * d // 8, m)
+    # One a block of keys with two stages, two with one; two around O.
+    assert counters.block_barriers == 2 + KEY_BLOCKS * (3 - tile["stages"])

@@ -1,0 +1,156 @@
+"""The forward kernels on the emulated machine: the cases of test_forward.py that the kernels
+themselves decide, where their size allows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import check
+from support import HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs
+
+BF16, FP16 = torch.bfloat16, torch.float16
+BOTH_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+# Of one block's shared memory, in bytes: what sm_90, sm_80 and sm_86 lend. Between them every row
+# of the tile table is chosen.
+SMEM_LIMITS = [232448, 166912, 101376]
+
+
+@BOTH_MASKS
+@BOTH_DTYPES
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims_and_dtypes(emulator, dtype, head_dim, is_causal):
+    inputs = random_inputs(2, 4, 129, head_dim, heads_kv=2, len_k=193, dtype=dtype)
+    check(emulator, *map(poisoned, inputs), is_causal)
+
+
+@BOTH_MASKS
+@BOTH_DTYPES
+@pytest.mark.parametrize("smem_limit", SMEM_LIMITS)
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_every_row_of_the_tile_table(emulator, dtype, head_dim, smem_limit, is_causal):
+    inputs = random_inputs(1, 2, 200, head_dim, heads_kv=1, len_k=270, dtype=dtype)
+    check(emulator, *map(poisoned, inputs), is_causal, smem_limit=smem_limit)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("len_q, len_k", LENGTHS)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_lengths(emulator, head_dim, len_q, len_k, is_causal):
+    inputs = random_inputs(1, 1, len_q, head_dim, len_k=len_k, dtype=BF16)
+    check(emulator, *map(poisoned, inputs), is_causal)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_results_do_not_depend_on_the_order_of_threads(emulator, head_dim, seed, is_causal):
+    inputs = random_inputs(1, 2, 150, head_dim, len_k=260, dtype=FP16)
+    first = check(emulator, *map(poisoned, inputs), is_causal)
+    other = check(emulator, *map(poisoned, inputs), is_causal, seed=seed)
+    assert all(map(torch.equal, first[:2], other[:2]))
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3, 1e-42, 3.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scales(emulator, head_dim, scale, is_causal):
+    inputs = random_inputs(1, 2, 100, head_dim, len_k=130, dtype=BF16)
+    check(emulator, *map(poisoned, inputs), is_causal, scale)
+
+
+@pytest.mark.parametrize("scale", [1e4, -1e10, 1e300])
+def test_huge_scales_pick_the_greatest_scores(emulator, scale):
+    q, k, v = random_inputs(1, 2, 100, 64, len_k=130, dtype=BF16)
+    q, k = (2 * q).round(), (2 * k).round()
+    out, _, _ = emulator.forward(q, k, v, scale)
+    scores = q.double() @ k.double().mT * math.copysign(1, scale)
+    best = (scores == scores.amax(-1, keepdim=True)).double()
+    exact = best / best.sum(-1, keepdim=True) @ v.double()
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=4 * torch.finfo(BF16).eps)
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, 0.1])
+def test_rows_without_a_key(emulator, scale):
+    inputs = random_inputs(1, 2, 300, 64, len_k=40, dtype=BF16)
+    out, lse, _ = check(emulator, *map(poisoned, inputs), True, scale)
+    assert torch.all(out[:, :, :260] == 0) and torch.all(lse[:, :, :260] == -math.inf)
+
+
+@BOTH_MASKS
+def test_no_keys(emulator, is_causal):
+    q, k, v = random_inputs(2, 2, 70, 32, len_k=0, dtype=BF16)
+    out, lse, _ = check(emulator, q, k, v, is_causal)
+    assert torch.all(out == 0) and torch.all(lse == -math.inf)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [64, 20])
+def test_layouts(emulator, head_dim, layout, is_causal):
+    inputs = random_inputs(2, 3, 70, head_dim, dtype=BF16)
+    check(emulator, *(poisoned(x, **LAYOUTS[layout]) for x in inputs), is_causal)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 70, 64), (2, 1, 70, 64), (2, 3, 1, 64)])
+def test_expanded(emulator, sizes):
+    inputs = [
+        x[tuple(map(slice, sizes))].clone().expand(x.shape)
+        for x in random_inputs(2, 3, 70, 64, dtype=BF16)
+    ]
+    check(emulator, *inputs, True)
+
+
+@pytest.mark.parametrize(
+    "window_left, window_right, diagonal_offset",
+    [
+        (10, 0, 0),
+        (0, 10, 0),
+        (64, 64, 30),
+        (-1, 5, -20),
+        (5, -1, 20),
+        (0, 0, 0),
+        (200, 3, 63),
+        (3, 3, 500),
+        (-1, 0, -500),
+        (0, -1, -500),
+        (2**40, 0, 2**40),
+    ],
+)
+@pytest.mark.parametrize("len_q, len_k", [(129, 129), (100, 300), (300, 100), (1, 200)])
+def test_bands(emulator, len_q, len_k, window_left, window_right, diagonal_offset):
+    inputs = random_inputs(1, 2, len_q, 64, heads_kv=1, len_k=len_k, dtype=BF16)
+    check(
+        emulator,
+        *map(poisoned, inputs),
+        window_left=window_left,
+        window_right=window_right,
+        diagonal_offset=diagonal_offset,
+    )
+
+
+@BOTH_MASKS
+@BOTH_DTYPES
+@pytest.mark.parametrize("size", [1e-6, 30.0])
+def test_magnitudes(emulator, dtype, size, is_causal):
+    q, k, v = random_inputs(1, 2, 129, 64, dtype=dtype)
+    check(emulator, q * size, k, v * size, is_causal)
+
+
+def test_nan_in_v_follows_the_formula(emulator):
+    q, k, v = random_inputs(1, 2, 129, 64, len_k=300, dtype=BF16)
+    v[0, 1, 123, 5] = math.nan
+    out, _, _ = check(emulator, q, k, v)
+    assert torch.all(out[0, 1, :, 5].isnan()) and out.isnan().sum() == 129
+
+
+def test_keys_beyond_2_to_the_31_elements(emulator):
+    rows, stride = 70, 2**25
+    storage = torch.empty(rows * stride, dtype=BF16).view(rows, stride)  # takes no memory unused
+    q, k_values, v_values = random_inputs(1, 1, 40, 64, len_k=rows, dtype=BF16)
+    storage[:, :64], storage[:, 64:128] = k_values[0, 0], v_values[0, 0]
+    k, v = storage[None, None, :, :64], storage[None, None, :, 64:128]
+    assert k.stride(2) * k.shape[2] > 2**31
+    check(emulator, q, k, v, True)

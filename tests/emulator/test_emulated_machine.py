@@ -1,0 +1,81 @@
+"""What the emulated machine allows and refuses, by small kernels (small_kernels.cpp), and what it
+counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulator import EmulationError
+
+RACE = "with no barrier in between"
+UNFINISHED = "has not waited for"
+NOWHERE = "in no row of any tensor"
+
+ALLOWED = {  # the lane or thread whose input each thread puts out: its own with some bits flipped
+    "a barrier orders threads": 32,
+    "a named barrier orders threads": 32,
+    "a warp's barrier orders its lanes": 1,
+    "a copy that is waited for, and a barrier": 32,
+    "a copy that is waited for is there for its thread": 0,
+    "a wait for all groups but the newest": 0,
+}
+REFUSED = {
+    "a warp's barrier does not order other warps": f"{RACE}|nobody has written",
+    "a named barrier of each warp does not order the other": f"{RACE}|nobody has written",
+    "read after write without a barrier": f"{RACE}|nobody has written",
+    "write after read without a barrier": RACE,
+    "write after write without a barrier": RACE,
+    "read of what nobody has written": "nobody has written",
+    "read beyond shared memory": "beyond the block's",
+    "a copy that is not waited for": UNFINISHED,
+    "a copy that is waited for without a barrier": f"{RACE}|{UNFINISHED}|nobody has written",
+    "a wait for an older group": UNFINISHED,
+    "a copy to where others read": f"{RACE}|{UNFINISHED}",
+    "a copy from beyond the input": NOWHERE,
+    "read beyond the input": NOWHERE,
+    "misaligned read of the input": "not aligned",
+    "read from nowhere": NOWHERE,
+    "write beyond the output": NOWHERE,
+    "write to the input": "writes 16 bytes at .* of the input in",
+    "read of the output": "of the output out.*, which is not to be read",
+    "two writes of the same output": "has been written already",
+    "an output left out": "nobody has written byte 272 of out",
+    "lanes of a warp part ways": "while other lanes of its warp are at",
+    "a barrier that some threads skip": "every thread waits or is done .1 are., thread",
+    "threads expected differ at a barrier": "where others wait for|every thread waits",
+}
+SEEDS = pytest.mark.parametrize("seed", range(5))
+
+
+def some_input() -> torch.Tensor:
+    return torch.arange(64 * 8, dtype=torch.int16).view(64, 8)
+
+
+@SEEDS
+@pytest.mark.parametrize("name", ALLOWED)
+def test_allowed(emulator, name, seed):
+    x = some_input()
+    out, _ = emulator.small(name, x, seed)
+    assert torch.equal(out, x[torch.arange(64) ^ ALLOWED[name]])
+
+
+@SEEDS
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(emulator, name, seed):
+    with pytest.raises(EmulationError, match=REFUSED[name]):
+        emulator.small(name, some_input(), seed)
+
+
+def test_a_copy_that_is_switched_off_brings_zeros(emulator):
+    x = some_input()
+    out, _ = emulator.small("a copy from beyond the input, switched off", x)
+    assert torch.equal(out[:63], x[1:]) and torch.all(out[63] == 0)
+
+
+@pytest.mark.parametrize(
+    "name, conflicts", [("stores of neighbouring words", 0), ("stores of a column of words", 62)]
+)
+def test_bank_conflicts(emulator, name, conflicts):
+    _, counters = emulator.small(name, some_input())
+    assert (counters.store.wavefronts, counters.store.conflicts) == (2, conflicts)
+    assert (counters.global_reads_16, counters.global_writes_16) == (64, 64)

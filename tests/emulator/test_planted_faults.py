@@ -1,0 +1,30 @@
+"""The emulated suite is worth its time: faults planted in the kernels do not pass it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import build_emulator
+import pytest
+from emulator import Emulator
+from plant_faults import FAULTS, what_catches
+
+
+@pytest.fixture(scope="module")
+def planted() -> dict[str, Path]:
+    reason = build_emulator.why_not()
+    if reason:
+        pytest.skip(reason)
+    paths = build_emulator.build(*(fault.plant() for fault in FAULTS))
+    return {fault.name: path for fault, path in zip(FAULTS, paths, strict=True)}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_is_caught(planted, fault):
+    objection = what_catches(Emulator(planted[fault.name]), fault.head_dim)
+    assert re.search(fault.caught_by, objection)
+
+
+def test_nothing_is_caught_where_no_fault_is(emulator):
+    assert [what_catches(emulator, head_dim) for head_dim in (64, 96)] == ["", ""]
