@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import (
     BACKENDS,
+    BANDS,
     DEVICES,
     HEAD_DIMS,
     LAYOUTS,
@@ -183,28 +184,7 @@ def test_strides_of_dimensions_of_one_mean_nothing(device, dtype, sizes):
     assert torch.equal(check(odd, odd, odd)[0], check(x, x, x)[0])
 
 
-@pytest.mark.parametrize(
-    "window_left, window_right, diagonal_offset",
-    [
-        (10, 0, 0),
-        (0, 10, 0),
-        (64, 64, 30),
-        (-1, 5, -20),
-        (5, -1, 20),
-        (0, 0, 0),
-        (200, 3, 63),
-        (3, 3, 500),
-        (-1, 0, -500),
-        (-1, 0, 500),
-        (0, -1, -500),
-        (2**31, 2**31, 0),
-        (2**40, 0, 2**40),
-        (7, 7, -(2**40)),
-        (2**41, -1, 2**40),
-        (-1, 2**40 + 10, -(2**40)),
-        (2**61, 2**61, 2**61),
-    ],
-)
+@pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
 @pytest.mark.parametrize("len_q, len_k", [(129, 129), (100, 300), (300, 100), (1, 200)])
 @SOME_BACKENDS
 def test_bands(device, dtype, len_q, len_k, window_left, window_right, diagonal_offset):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from cases import check
-from support import HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs
+from support import BANDS, HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -103,22 +103,7 @@ def test_expanded(emulator, sizes):
     check(emulator, *inputs, True)
 
 
-@pytest.mark.parametrize(
-    "window_left, window_right, diagonal_offset",
-    [
-        (10, 0, 0),
-        (0, 10, 0),
-        (64, 64, 30),
-        (-1, 5, -20),
-        (5, -1, 20),
-        (0, 0, 0),
-        (200, 3, 63),
-        (3, 3, 500),
-        (-1, 0, -500),
-        (0, -1, -500),
-        (2**40, 0, 2**40),
-    ],
-)
+@pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
 @pytest.mark.parametrize("len_q, len_k", [(129, 129), (100, 300), (300, 100), (1, 200)])
 def test_bands(emulator, len_q, len_k, window_left, window_right, diagonal_offset):
     inputs = random_inputs(1, 2, len_q, 64, heads_kv=1, len_k=len_k, dtype=BF16)
