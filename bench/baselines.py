@@ -69,6 +69,20 @@ def with_smem_limit(smem_limit: int) -> Provider:
     )
 
 
+def with_arch(arch: str, name: str = "flash_cute") -> Provider:
+    """flash_cute on the kernels of `arch`, whatever would run by default."""
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        return _flash_cute_why_not(case, device) if device.type == "cuda" else "needs a GPU"
+
+    def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+        import flash_cute
+
+        return lambda: flash_cute.forward(q, k, v, is_causal=case.causal, arch=arch)
+
+    return Provider(name, f"flash_cute's {arch} kernels", bind, why_not)
+
+
 # -- torch SDPA, one backend at a time -----------------------------------------------------------
 
 
@@ -168,6 +182,7 @@ PROVIDERS = {
     provider.name: provider
     for provider in (
         Provider("flash_cute", "flash_cute.forward", _bind_flash_cute, _flash_cute_why_not),
+        with_arch("sm80", name="sm80"),
         _sdpa("fa2", "torch SDPA, flash backend", SDPBackend.FLASH_ATTENTION, 256),
         _sdpa("cudnn", "torch SDPA, cuDNN backend", SDPBackend.CUDNN_ATTENTION, 256),
         _sdpa("efficient", "torch SDPA, efficient backend", SDPBackend.EFFICIENT_ATTENTION),

@@ -123,7 +123,7 @@ def decode() -> Iterator[Case]:
 
 
 def fp16() -> Iterator[Case]:
-    for heads, head_dim in ((16, 128), (32, 64)):
+    for heads, head_dim in ((16, 128), (32, 64), (8, 256)):
         for causal in (False, True):
             yield square(4, 4096, heads, head_dim, causal, dtype="fp16")
 
@@ -135,8 +135,9 @@ def doc() -> Iterator[Case]:
 
 
 def gqa() -> Iterator[Case]:
-    """Grouped and multi-query heads, and queries that continue a longer context."""
-    for kv_heads in (8, 1):
+    """Grouped and multi-query heads beside as many heads of k and v, which is the same work; and
+    queries that continue a longer context."""
+    for kv_heads in (32, 8, 1):
         for causal in (False, True):
             yield square(4, 4096, 32, 128, causal, kv_heads=kv_heads)
     yield square(1, 16384, 32, 128, causal=True, kv_heads=8)

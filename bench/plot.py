@@ -15,6 +15,7 @@ from typing import Any
 #: Colours that stay apart for colour-blind readers; ours is the strong one.
 COLOURS = {
     "flash_cute": "#d55e00",
+    "sm80": "#f0b799",
     "fa2": "#0072b2",
     "cudnn": "#009e73",
     "efficient": "#cc79a7",
@@ -25,6 +26,7 @@ COLOURS = {
 }
 LABELS = {
     "fa2": "SDPA flash (FA2)",
+    "sm80": "flash_cute, sm80 kernels",
     "cudnn": "SDPA cuDNN",
     "efficient": "SDPA efficient",
     "math": "SDPA math",

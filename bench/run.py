@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench import environment, tables
-from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, with_smem_limit
+from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, with_arch, with_smem_limit
 from bench.cases import DTYPES, SUITES, Case
 from bench.harness import Options, Row, Timer, default_device, measure, wake_up
 from bench.progress import progress
@@ -98,6 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--smem-limit", type=positive, metavar="BYTES",
                      help="flash_cute as on a GPU with so much shared memory per block "
                           "(101376: sm_86, sm_89, sm_120)")  # fmt: skip
+    how.add_argument("--arch", choices=("sm80", "sm90"),
+                     help="flash_cute's kernels of one architecture (default: best)")  # fmt: skip
     how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     how.add_argument("--seed", type=int, default=0)
 
@@ -174,8 +176,11 @@ def check_arguments(
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             parser.error(f"{options}: of no effect with --host-time and --memory; leave it out")
-    if args.smem_limit and device.type != "cuda":
-        parser.error("--smem-limit chooses among the GPU's kernels, and torch sees no GPU here")
+    for option, given in (("--smem-limit", args.smem_limit), ("--arch", args.arch)):
+        if given and device.type != "cuda":
+            parser.error(f"{option} chooses among the GPU's kernels, and torch sees no GPU here")
+    if args.smem_limit and args.arch == "sm90":
+        parser.error("--smem-limit chooses among the sm80 kernels, and --arch is sm90")
     if args.plot and args.plot.suffix.lower() not in FIGURES:
         parser.error(f"--plot {args.plot}: the name has to end in one of {', '.join(FIGURES)}")
     for option, path in (("--json", args.json), ("--plot", args.plot)):
@@ -219,6 +224,8 @@ def main(argv: list[str] | None = None) -> int:
     providers = [PROVIDERS[name] for name in args.baselines]
     if args.smem_limit:
         providers[0] = with_smem_limit(args.smem_limit)
+    elif args.arch:
+        providers[0] = with_arch(args.arch)
     # Half of the time goes to flushing the cache, drawing inputs and warming up.
     turns = len(cases) * len(providers) * args.rounds
     budget_ms = min(20.0, 0.5e3 * args.time_budget / turns)
@@ -228,7 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
 
     meta = environment.describe(device, without_folders(sys.argv[1:] if argv is None else argv))
-    meta |= {"suite": args.suite, "rounds": args.rounds, "smem_limit": args.smem_limit}
+    meta |= {"suite": args.suite, "rounds": args.rounds}
+    meta |= {"smem_limit": args.smem_limit, "arch": args.arch}
     meta["commit"] = meta["commit"] or args.commit
     result: dict[str, Any] = {"meta": meta, "rows": []}
     what = "host time" if args.host_time else "memory" if args.memory else f"{len(cases)} case(s)"

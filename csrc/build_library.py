@@ -6,7 +6,8 @@
 setup.py calls the same functions. Only the standard library is used. From the environment:
 
     FLASH_CUTE_HEAD_DIMS    head dims to build, as "64,128" (default: all)
-    FLASH_CUTE_ARCHS        chips to build machine code for, as "80,90" (default: all)
+    FLASH_CUTE_ARCHS        chips to build machine code for, as "80,90" (default: all); 90a is for
+                            the kernels that only Hopper runs, the others for those that all do
     FLASH_CUTE_CACHE        the folder of the object cache (object_cache.py), or nothing for none
     FLASH_CUTE_PYPI_CUDA=1  leave the machine's CUDA toolkits aside for the one from PyPI
     FLASH_CUTE_MANYLINUX=1  link for old systems (manylinux_2_28) by PyPI's ziglang
@@ -28,6 +29,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from toolchain import (
     CUDA_PACKAGES,
@@ -52,8 +54,8 @@ BUILD = "build/library"
 GENERATED = f"{BUILD}/variants"
 LIBRARY = "flash_cute/_flash_cute.so"
 
-ARCHS = (80, 90, 100, 120)
-ARCHS_OF_CUDA_12_8 = (100, 120)
+ARCHS = ("80", "90", "90a", "100", "120")
+ARCHS_OF_CUDA_12_8 = ("100", "120")
 GIGABYTES_PER_JOB = 5.5  # a heavy CuTe file takes up to 5.3
 
 
@@ -68,20 +70,23 @@ def load_variants() -> ModuleType:
 variants = load_variants()
 
 
-def chosen_numbers(variable: str, allowed: Sequence[int]) -> list[int]:
+T = TypeVar("T", int, str)
+
+
+def chosen_items(variable: str, allowed: Sequence[T]) -> list[T]:
     """What the environment variable chooses of `allowed`, separated by commas; all by default."""
     text = os.environ.get(variable, "")
     if not text:
         return list(allowed)
-    chosen = [int(item) if item.strip().isdigit() else None for item in text.split(",")]
-    if not set(chosen) <= set(allowed):
+    chosen = {item.strip() for item in text.split(",")}
+    if not chosen <= set(map(str, allowed)):
         choices = ", ".join(map(str, allowed))
         raise BuildError(f"{variable} is {text!r}; choose among {choices}, separated by commas")
-    return [number for number in allowed if number in chosen]
+    return [item for item in allowed if str(item) in chosen]
 
 
-def chosen_archs(cuda: Cuda) -> list[int]:
-    archs = chosen_numbers("FLASH_CUTE_ARCHS", ARCHS)
+def chosen_archs(cuda: Cuda) -> list[str]:
+    archs = chosen_items("FLASH_CUTE_ARCHS", ARCHS)
     if cuda.version >= (12, 8) or not set(archs) & set(ARCHS_OF_CUDA_12_8):
         return archs
     if os.environ.get("FLASH_CUTE_ARCHS"):
@@ -198,12 +203,14 @@ def write_ninja() -> tuple[str, str]:
         raise not_found("nvcc", " ".join(CUDA_PACKAGES))
     cuda_include = toolkit_folder(cuda, "cuda_runtime.h", compiler)
     cuda_library = toolkit_folder(cuda, "libcudart_static.a", compiler)
-    head_dims = chosen_numbers("FLASH_CUTE_HEAD_DIMS", variants.ALL_HEAD_DIMS)
+    head_dims = chosen_items("FLASH_CUTE_HEAD_DIMS", variants.ALL_HEAD_DIMS)
     code = [*(f"sm_{arch}" for arch in chosen_archs(cuda)), "compute_80"]
+    sm90 = variants.SM90_CODE in code
+    sm80_code = [item for item in code if item != variants.SM90_CODE]
     found = f"{cuda} in {cuda.root}, CUTLASS in {cutlass}, torch in {torch}, {compiler}"
     print(f"flash_cute: {found}; head dims {head_dims}; {' '.join(code)}", flush=True)
 
-    kernels = variants.generate(ROOT / GENERATED, head_dims)
+    kernels = variants.generate(ROOT / GENERATED, head_dims, sm90=sm90)
     targets = {"torch": torch, "cutlass": cutlass, "cuda": cuda.root}
     links = {name: link(name, target) for name, target in targets.items()}
 
@@ -213,8 +220,7 @@ def write_ninja() -> tuple[str, str]:
     cxx += [f"-I{links['cuda']}/{cuda_include}"] if cuda_include else []
     cxx += [f'-DFLASH_CUTE_ARCHS="{" ".join(code)}"']
     nvcc = [f"{links['cuda']}/bin/nvcc", *flags, "-Xcompiler=-fPIC,-fvisibility=hidden"]
-    nvcc += ["--expt-relaxed-constexpr", f"-I{links['cutlass']}"]
-    nvcc += [f"-gencode=arch=compute_80,code=[{','.join(code)}]", f"-ccbin={compiler}"]
+    nvcc += ["--expt-relaxed-constexpr", f"-I{links['cutlass']}", f"-ccbin={compiler}"]
 
     # What the compilers do follows from the commands and from these; part of every cache key.
     versions = [output_of([tool, "--version"]) for tool in (f"{cuda.root}/bin/nvcc", compiler)]
@@ -250,7 +256,8 @@ def write_ninja() -> tuple[str, str]:
         objects.append(f"{BUILD}/{source.stem}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         text += f"build {objects[-1]}: {rule} {source.relative_to(ROOT)}\n"
-        text += f"  flags = {variants.nvcc_flags(source)}\n" if rule == "nvcc" else ""
+        if rule == "nvcc":
+            text += f"  flags = {variants.nvcc_flags(source, sm80_code)}\n"
     text += f"build {library}: link {' '.join(objects + inputs)} | {exports}\n"
     return write(f"{folder}/build.ninja", text), library
 

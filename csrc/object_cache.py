@@ -11,6 +11,9 @@ keys. Files with absolute paths are the compilers' own headers: IDENTITY, made f
 versions, stands for them.
 
 FLASH_CUTE_CACHE names the folder (default ~/.cache/flash_cute); an empty value turns the cache off.
+
+A kernel that ptxas made slow is an error here: ptxas tells it as mere information, which no option
+of its own turns into one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+#: Of wgmma that wait for each other, and of a setmaxnreg that is ignored (C7508 and those after).
+SLOW = "Potential Performance Loss"
 
 MAX_FILES = 1000
 MAX_MANIFEST_ENTRIES = 16
@@ -112,10 +118,24 @@ def store(folder: Path, manifest: Path, output: Path, depfile: Path, started: fl
             old.unlink(missing_ok=True)
 
 
+def compile_object(command: list[str], output: Path) -> int:
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    sys.stderr.write(done.stderr)
+    if done.returncode or SLOW not in done.stderr:
+        return done.returncode
+    output.unlink(missing_ok=True)
+    print(
+        "flash_cute: the kernel would be right but slow, for the reason above; build with CUDA "
+        "13.0 (FLASH_CUTE_PYPI_CUDA=1), or leave 90a out of FLASH_CUTE_ARCHS",
+        file=sys.stderr,
+    )
+    return 1
+
+
 def main(output: Path, depfile: Path, identity: str, command: list[str]) -> int:
     folder = cache_folder()
     if folder is None:
-        return subprocess.call(command)
+        return compile_object(command, output)
     manifest = folder / (digest("\0".join([identity, *command]).encode()) + ".json")
     found = lookup(folder, manifest)
     if found is not None:
@@ -131,7 +151,7 @@ def main(output: Path, depfile: Path, identity: str, command: list[str]) -> int:
             depfile.write_text(f"{output}: {names}")
             return 0
     started = time.time()
-    status = subprocess.call(command)
+    status = compile_object(command, output)
     if status == 0:
         try:
             store(folder, manifest, output, depfile, started)

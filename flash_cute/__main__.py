@@ -73,11 +73,16 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
         ("device", f"{props.name}, compute capability {props.major}.{props.minor}"),
         ("shared memory", f"{smem / 1024:.0f} KB for a thread block"),
     ]
-    for tile in ops.tiles_for(smem):
+    tiles = ops.tiles_for(smem)
+    if props.major == 9:
+        # These come before those of sm80, which are left the calls that they cannot read.
+        tiles = [tile for tile in build["tiles"] if tile["arch"] == "sm90"] + tiles
+    for tile in tiles:
+        mask = "" if tile["mask"] == "any" else f" ({tile['mask']})"
         rows.append(
             (
                 f"D <= {tile['head_dim']}",
-                f"{tile['arch']} kernel, {tile['block_m']} queries x {tile['block_n']} keys, "
+                f"{tile['arch']} kernel{mask}, {tile['block_m']} queries x {tile['block_n']} keys, "
                 f"{tile['warps']} warps, {tile['smem_bytes'] / 1024:.0f} KB",
             )
         )

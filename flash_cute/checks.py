@@ -27,9 +27,13 @@ GPU_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+#: What `arch` may be, and the op's number for it.
+ARCHS = {"sm80": 80, "sm90": 90}
+
+
 def op_arguments(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, softmax_scale: float | None
-) -> tuple[float, int, int, int] | None:
+) -> tuple[float | int, ...] | None:
     """What the op takes beyond q, k and v: scale, window_left, window_right, diagonal_offset. None
     if an argument does not keep to the contract of `forward`.
     """
@@ -112,6 +116,34 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> tuple[type[Exception],
             gpu = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
             return ValueError, f"this GPU ({gpu}) is too old: 8.0 (Ampere) is the least; use {SDPA}"
     return None
+
+
+def arch_number(arch: Any, device: torch.device) -> int:
+    """The op's number for `arch`, which is not None, or the reason against it."""
+    allowed = ", ".join(map(repr, ARCHS)) + " or None for the best"
+    if not isinstance(arch, str):
+        raise TypeError(f"arch is {_shown(arch)}: it must be {allowed}")
+    if arch not in ARCHS:
+        raise ValueError(f"arch is {arch!r}: it must be {allowed}")
+    if device.type == "cpu":
+        raise ValueError(
+            f"arch is {arch!r} and q is on cpu: it must be None there, as it chooses among the "
+            "GPU's kernels"
+        )
+    if arch == "sm90" and (gpu := gpu_that_is_not_hopper(device)) is not None:
+        raise ValueError(f"arch is 'sm90' and q is on {device} ({gpu}): it must be 'sm80' or None")
+    return ARCHS[arch]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def gpu_that_is_not_hopper(device: torch.device) -> str | None:
+    """The GPU's name and compute capability if the sm90 kernels do not run on it, else None."""
+    # Without a GPU here only fake tensors can be on one, and any will do for them.
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return None if major == 9 else f"{name}, compute capability {major}.{minor}"
 
 
 def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoReturn:

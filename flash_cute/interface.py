@@ -13,6 +13,8 @@ def forward(
     v: Tensor,
     is_causal: bool = False,
     softmax_scale: float | None = None,
+    *,
+    arch: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention: softmax(softmax_scale * q @ k^T) @ v for each head, without the matrix of
     scores in memory.
@@ -30,6 +32,8 @@ def forward(
         is_causal: query i sees only the keys j <= i + Nk - Nq (aligned to the bottom right corner;
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
+        arch: for tests and benchmarks, the kernels that are to run: "sm80" (every GPU from Ampere
+            on has them) or "sm90" (Hopper). None takes the best that serve the call.
 
     Returns:
         out: q's shape and dtype, with the strides of `torch.empty_like(q)`: dense, its dimensions
@@ -43,7 +47,8 @@ def forward(
     Raises:
         TypeError: an argument's type or dtype is not one of those above.
         ValueError: shapes or devices do not go together, the scale is NaN or infinite, or the GPU
-            is too old.
+            is too old, or not one that runs `arch`.
+        RuntimeError: the kernels of `arch` were not built or cannot read these tensors.
         NotImplementedError: a gradient is wanted (an input requires grad while grad mode is on, or
             carries a forward-mode tangent): there is no backward yet.
 
@@ -58,5 +63,8 @@ def forward(
         arguments = checks.op_arguments(q, k, v, is_causal, softmax_scale)
         if arguments is None:
             checks.refuse(q, k, v, is_causal, softmax_scale)
+    if arch is not None:
+        smem_limit = 0
+        arguments = (*arguments, smem_limit, checks.arch_number(arch, q.device))
     results: tuple[Tensor, Tensor] = ops.fwd(q, k, v, *arguments)
     return results

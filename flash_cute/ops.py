@@ -46,11 +46,10 @@ _load(LIBRARY)
 fwd = torch.ops.flash_cute.fwd.default
 
 
-class Tile(TypedDict):
-    """A row of the kernels' tile table (csrc/cute_fa2/config.h)."""
-
+class TileOfAnyArch(TypedDict):
     arch: str
     op: str
+    mask: str  #: full, banded or any: the calls that it serves
     head_dim: int  #: serves head dims up to this one
     block_m: int  #: query rows of a tile
     block_n: int  #: keys of a tile
@@ -59,6 +58,15 @@ class Tile(TypedDict):
     smem_bytes: int
     blocks_per_sm: int  #: thread blocks that fit a multiprocessor together
     max_registers: int  #: what the register file leaves to a thread then
+
+
+class Tile(TileOfAnyArch, total=False):
+    """A row of the kernels' tile table (csrc/cute_fa2/config.h)."""
+
+    # Of sm90 alone.
+    q_stages: int  #: query tiles in shared memory
+    producer_registers: int  #: what the warpgroup that loads keeps of a thread's registers
+    consumer_registers: int  #: and what the others make of theirs
 
 
 class BuildInfo(TypedDict):
@@ -75,8 +83,8 @@ def build_info() -> BuildInfo:
 
 
 def tiles_for(smem_limit: int) -> list[Tile]:
-    """The rows that serve a device which lends a block `smem_limit` bytes of shared memory, one for
-    each head dim.
+    """The rows of sm80 that serve a device which lends a block `smem_limit` bytes of shared memory,
+    one for each head dim.
     """
     return cast("list[Tile]", json.loads(torch.ops.flash_cute.tiles_for(smem_limit)))
 
@@ -94,6 +102,7 @@ def _fwd_fake(
     window_right: int = -1,
     diagonal_offset: int = 0,
     smem_limit: int = 0,
+    arch: int = 0,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 

@@ -1,5 +1,5 @@
-"""Markers: `gpu` tests are skipped without a GPU that flash_cute serves, `full` tests without
---full.
+"""Markers: `gpu` tests are skipped without a GPU that flash_cute serves, `sm80` and `sm90` tests
+where no GPU has sm90 kernels beside those of sm80, `full` tests without --full.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path[:] = [*(entry for entry in sys.path if entry not in ("", ROOT)), ROOT]
 
+import support  # noqa: E402
 import torch  # noqa: E402
 
 from flash_cute import checks  # noqa: E402
@@ -26,6 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU that flash_cute serves")
+    config.addinivalue_line(
+        "markers", "sm80: runs the sm80 kernels on a GPU with others by default"
+    )
+    config.addinivalue_line("markers", "sm90: needs a GPU that runs the sm90 kernels")
     config.addinivalue_line("markers", "full: part of the full sweep, which runs only with --full")
 
 
@@ -38,8 +43,18 @@ def _why_no_gpu() -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     why_no_gpu = _why_no_gpu()
+    has_sm90 = why_no_gpu is None and support.gpu_arch() == "sm90"
     for item in items:
         if why_no_gpu is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=why_no_gpu))
+        elif not has_sm90 and (item.get_closest_marker("sm80") or item.get_closest_marker("sm90")):
+            item.add_marker(pytest.mark.skip(reason="this GPU runs the sm80 kernels alone"))
         if not config.getoption("--full") and item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="the full sweep runs with --full"))
+
+
+@pytest.fixture(autouse=True)
+def named_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the marker `sm80`, `run` and `check` name these kernels."""
+    if request.node.get_closest_marker("sm80"):
+        monkeypatch.setattr(support, "default_arch", "sm80")

@@ -19,18 +19,33 @@ SHAPES = [(200, 200, True), (70, 193, False), (130, 33, True)]
 
 def main() -> None:
     torch.manual_seed(0)
+    build = ops.build_info()
+    has_sm90 = torch.cuda.get_device_capability()[0] == 9 and "sm_90a" in build["archs"]
     for head_dim, (len_q, len_k, is_causal) in itertools.product(
-        [*ops.build_info()["head_dims"], 72, 100], SHAPES
+        [*build["head_dims"], 72, 100], SHAPES
     ):
         for dtype in (torch.float16, torch.bfloat16):
             q = torch.randn(1, 2, len_q, head_dim).to("cuda", dtype)
             k, v = torch.randn(2, 1, 1, len_k, head_dim).to("cuda", dtype)
-            out, lse = flash_cute.forward(q, k, v, is_causal, softmax_scale=-0.1)
             window_right = 0 if is_causal else -1
-            limited = ops.fwd(q, k, v, -0.1, -1, window_right, len_k - len_q, SMALL_SHARED_MEMORY)
-            torch.testing.assert_close(out, limited[0], rtol=2e-2, atol=2e-2)
-            torch.testing.assert_close(lse, limited[1], rtol=0, atol=1e-5)
+            band = (-1, window_right, len_k - len_q)
+            assert_close(
+                flash_cute.forward(q, k, v, is_causal, -0.1, arch="sm80"),
+                ops.fwd(q, k, v, -0.1, *band, SMALL_SHARED_MEMORY),
+            )
+            if has_sm90:
+                assert_close(
+                    flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm90"),
+                    flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm80"),
+                )
     print("all calls done")
+
+
+def assert_close(
+    results: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    torch.testing.assert_close(results[0], expected[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(results[1], expected[1], rtol=0, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import ops, tolerance
+from flash_cute import checks, ops, tolerance
 
 _GPU = pytest.mark.gpu
+_SM80 = (_GPU, pytest.mark.sm80)
 DEVICES = ["cpu", pytest.param("cuda", marks=_GPU)]
 #: Every (device, dtype) that is served, and one of each device for tests in which the dtype hardly
 #: matters.
@@ -29,6 +30,19 @@ BACKENDS = [
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=_GPU),
 ]
 ONE_BACKEND_EACH = [BACKENDS[0], BACKENDS[5]]
+#: These, and the GPU's kernels that would not run there by default.
+ALL_KERNELS = [
+    *BACKENDS,
+    pytest.param("cuda", torch.float16, id="cuda-fp16-sm80", marks=_SM80),
+    pytest.param("cuda", torch.bfloat16, id="cuda-bf16-sm80", marks=_SM80),
+]
+ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, ALL_KERNELS[-1]]
+#: For tests of the GPU alone.
+GPU_KERNELS = pytest.mark.parametrize(
+    "kernels", ["default", pytest.param("sm80", marks=pytest.mark.sm80)]
+)
+#: What `run` and `check` name as `arch` by default; a test with the marker `sm80` has "sm80".
+default_arch: str | None = None
 
 HEAD_DIMS = [1, 3, 8, 20, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256]
 #: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.
@@ -57,6 +71,12 @@ BANDS = [
     (-1, 2**40 + 10, -(2**40)),
     (2**61, 2**61, 2**61),
 ]
+
+
+def gpu_arch() -> str:
+    """The architecture whose kernels the current GPU gets by default."""
+    is_built = any(tile["arch"] == "sm90" for tile in ops.build_info()["tiles"])
+    return "sm90" if is_built and torch.cuda.get_device_capability()[0] == 9 else "sm80"
 
 
 def random_inputs(
@@ -137,16 +157,19 @@ def run(
     is_causal: bool = False,
     softmax_scale: float | None = None,
     *,
+    arch: str | None = None,
     smem_limit: int = 0,
     **band: int,
 ) -> tuple[Tensor, Tensor]:
     """`forward`, or the op where arguments are given that only the op has."""
+    arch = arch or default_arch
     if not band and not smem_limit:
-        return flash_cute.forward(q, k, v, is_causal, softmax_scale)
+        return flash_cute.forward(q, k, v, is_causal, softmax_scale, arch=arch)
     if is_causal:
         band = {"window_right": 0, "diagonal_offset": k.shape[2] - q.shape[2]}
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
-    out, lse = ops.fwd(q, k, v, scale, **band, smem_limit=smem_limit)
+    number = 0 if arch is None else checks.ARCHS[arch]
+    out, lse = ops.fwd(q, k, v, scale, **band, smem_limit=smem_limit, arch=number)
     return out, lse
 
 
@@ -157,12 +180,13 @@ def check(
     is_causal: bool = False,
     softmax_scale: float | None = None,
     *,
+    arch: str | None = None,
     smem_limit: int = 0,
     **band: int,
 ) -> tuple[Tensor, Tensor]:
     """Runs and asserts all that the contract says of the results; returns them."""
     with nan_in_new_memory():
-        out, lse = run(q, k, v, is_causal, softmax_scale, smem_limit=smem_limit, **band)
+        out, lse = run(q, k, v, is_causal, softmax_scale, arch=arch, smem_limit=smem_limit, **band)
     assert out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
     assert out.stride() == torch.empty_like(q).stride()
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32 and lse.device == q.device

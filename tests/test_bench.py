@@ -13,6 +13,7 @@ from bench import baselines, check, harness, host_time, memory, readme_table, ru
 from bench.baselines import PROVIDERS
 from bench.cases import SUITES, Case, make_inputs, square
 from flash_cute import reference
+from flash_cute.ops import build_info
 
 CPU = torch.device("cpu")
 FAST = harness.Options(device=CPU, rounds=2, iters=2, check=True)
@@ -120,6 +121,25 @@ def test_decoding_rows_have_a_bandwidth() -> None:
         assert row["correct"]
 
 
+def test_kernels_of_an_architecture_need_a_gpu() -> None:
+    (row,) = harness.measure(small(), [PROVIDERS["sm80"]], FAST)
+    assert row["status"] == "skipped" and "GPU" in row["note"]
+    assert baselines.with_arch("sm90").name == "flash_cute"
+
+
+def test_grouped_heads_are_measured_beside_as_many_heads() -> None:
+    cases = list(SUITES["gqa"]())
+    for causal in (False, True):
+        same = [case for case in cases if case.q_len == 4096 and case.causal == causal]
+        assert {case.kv_heads for case in same} == {32, 8, 1}
+        assert len({case.flops() for case in same}) == 1
+
+
+def test_every_head_dim_that_is_built_can_be_tuned() -> None:
+    built = set(build_info()["head_dims"])
+    assert built <= {case.head_dim for case in SUITES["tuning"]()}
+
+
 def test_what_a_peer_refuses_is_reported() -> None:
     continued = small(q_len=8, kv_len=24)
     cudnn, fa2 = harness.measure(continued, [PROVIDERS["cudnn"], PROVIDERS["fa2"]], FAST)
@@ -158,6 +178,8 @@ def test_iterations_follow_the_budget() -> None:
         ("--host-time --memory", "two runs"),
         ("--device cpu --memory", "allocator"),
         ("--device cpu --smem-limit 101376", "GPU"),
+        ("--device cpu --arch sm80", "--arch chooses among the GPU's kernels"),
+        ("--arch sm75", "invalid choice"),
         ("--host-time --plot x.png", "--plot"),
         ("--host-time --iters 3 --rounds 2", "--rounds, --iters: of no effect"),
         ("--host-time --suite train", "--suite: of no effect"),

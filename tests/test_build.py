@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -20,7 +21,7 @@ import build_library
 import flash_cute
 import object_cache
 import toolchain
-from build_library import ROOT, chosen_archs, chosen_numbers, jobs
+from build_library import ROOT, chosen_archs, chosen_items, jobs, variants
 from flash_cute.ops import LIBRARY
 from toolchain import BuildError, Cuda, find_compiler, find_cuda
 
@@ -74,30 +75,49 @@ def test_available_memory_is_known() -> None:
 
 
 def test_head_dims(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen_numbers("FLASH_CUTE_HEAD_DIMS", (32, 64, 128)) == [32, 64, 128]
+    assert chosen_items("FLASH_CUTE_HEAD_DIMS", (32, 64, 128)) == [32, 64, 128]
     monkeypatch.setenv("FLASH_CUTE_HEAD_DIMS", "128, 64")
-    assert chosen_numbers("FLASH_CUTE_HEAD_DIMS", (32, 64, 128)) == [64, 128]
+    assert chosen_items("FLASH_CUTE_HEAD_DIMS", (32, 64, 128)) == [64, 128]
 
 
 @pytest.mark.parametrize("text", ["65", "64,", "64 128", "all"])
 def test_head_dims_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("FLASH_CUTE_HEAD_DIMS", text)
     with pytest.raises(BuildError, match=r"FLASH_CUTE_HEAD_DIMS.*choose among 32, 64, 128"):
-        chosen_numbers("FLASH_CUTE_HEAD_DIMS", (32, 64, 128))
+        chosen_items("FLASH_CUTE_HEAD_DIMS", (32, 64, 128))
 
 
 def test_archs_follow_the_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = Cuda(Path("/cuda"), (12, 4)), Cuda(Path("/cuda"), (13, 0))
-    assert chosen_archs(new) == [80, 90, 100, 120]
-    assert chosen_archs(old) == [80, 90]
-    monkeypatch.setenv("FLASH_CUTE_ARCHS", "90")
-    assert chosen_archs(old) == [90]
+    assert chosen_archs(new) == ["80", "90", "90a", "100", "120"]
+    assert chosen_archs(old) == ["80", "90", "90a"]
+    monkeypatch.setenv("FLASH_CUTE_ARCHS", "90a, 90")
+    assert chosen_archs(old) == ["90", "90a"]
     monkeypatch.setenv("FLASH_CUTE_ARCHS", "90,100")
     with pytest.raises(BuildError, match=r"12\.8"):
         chosen_archs(old)
     monkeypatch.setenv("FLASH_CUTE_ARCHS", "75")
     with pytest.raises(BuildError, match="choose among"):
         chosen_archs(new)
+
+
+@pytest.mark.parametrize("sm90", [False, True])
+def test_variants(tmp_path: Path, sm90: bool) -> None:
+    """Each kernel is in one file, which nvcc translates for the chips that run it."""
+    sources = variants.generate(tmp_path, [128, 64], sm90=sm90)
+    kernels = [
+        line for file in sources for line in file.read_text().splitlines() if "template" in line
+    ]
+    assert len(set(kernels)) == len(kernels) == (16 if sm90 else 8)
+    built = (tmp_path / "generated/variants.inc").read_text()
+    assert "kBuiltHeadDims = {64, 128}" in built
+    assert f"kSm90IsBuilt = {str(sm90).lower()}" in built
+    for file in sources:
+        flags = shlex.split(variants.nvcc_flags(file, ["sm_90", "compute_80"]))
+        if file.name.startswith("fwd_sm90_"):
+            assert flags == ["-gencode=arch=compute_90a,code=sm_90a"]
+        else:
+            assert flags[0] == "-gencode=arch=compute_80,code=[sm_90,compute_80]"
 
 
 def test_toolkit_behind_a_wrapper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -235,6 +255,25 @@ def test_object_cache(tmp_path: Path) -> None:
     assert runs_after_compiling(second, "nvcc 13.1") == 1
     environment["FLASH_CUTE_CACHE"] = ""
     assert [runs_after_compiling(second), runs_after_compiling(second)] == [2, 3]
+
+
+@pytest.mark.parametrize("cache", ["cache", ""])
+def test_a_kernel_that_ptxas_made_slow_is_an_error(tmp_path: Path, cache: str) -> None:
+    told = (
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to non wgmma instructions defining accumulator registers\n"
+    )
+    (tmp_path / "a.cu").touch()
+    (tmp_path / "c.py").write_text(f"{COMPILER}\nsys.stderr.write({told!r})\n")
+    environment = {**os.environ, "FLASH_CUTE_CACHE": cache and str(tmp_path / cache)}
+    command = [sys.executable, str(ROOT / "csrc/object_cache.py"), "a.o", "a.o.d", "nvcc 13.0"]
+    command += [sys.executable, "c.py", "a.cu", "a.o"]
+    for _ in range(2):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1 and not (tmp_path / "a.o").exists()
+        assert done.stderr.startswith(told) and "leave 90a out" in done.stderr
 
 
 def test_object_cache_keeps_what_overlapping_builds_made(

@@ -139,6 +139,7 @@ OP_SAMPLES = {
     "no query": ({"len_q": 0, "len_k": 3}, (0.3,)),
     "one query": ({"len_q": 1, "len_k": 30}, (0.3, -1, 0, 29)),
     "99 KB": ({}, (0.3, -1, -1, 0, 101376)),
+    "sm80": ({}, (0.3, -1, -1, 0, 0, 80)),
 }
 
 
@@ -171,6 +172,8 @@ def test_fake_gpu_tensors_need_no_gpu():
         q = torch.empty(2, 4, 33, 16, device="cuda", dtype=torch.float16)
         out, lse = flash_cute.forward(q, q, q)
         assert out.device.type == lse.device.type == "cuda" and lse.dtype == torch.float32
+        for arch in ("sm80", "sm90"):
+            assert flash_cute.forward(q, q, q, arch=arch)[0].shape == q.shape
         with pytest.raises(TypeError, match="q is float32 on cuda"):
             flash_cute.forward(q.float(), q.float(), q.float())
 

@@ -138,6 +138,11 @@ REFUSALS = {
         "softmax_scale is a torch.Tensor .* float",
     ),
     "scale text": ({"softmax_scale": "1"}, TypeError, "softmax_scale is a str .* float"),
+    "arch 90": ({"arch": 90}, TypeError, r"arch is a int \(90\): .*'sm80', 'sm90' or None"),
+    "arch tensor": ({"arch": torch.tensor(90)}, TypeError, "arch is a torch.Tensor.*'sm80'"),
+    "arch sm75": ({"arch": "sm75"}, ValueError, "arch is 'sm75': .*'sm80', 'sm90' or None"),
+    "arch empty": ({"arch": ""}, ValueError, "arch is '': .*'sm80', 'sm90' or None"),
+    "arch and q": ({"q": None, "arch": 90}, TypeError, "q is a NoneType"),
     "grad q": ({"q": lambda q: q.requires_grad_()}, NotImplementedError, "q takes part .*no_grad"),
     "grad v": ({"v": lambda v: v.requires_grad_()}, NotImplementedError, "v takes part .*no_grad"),
 }
@@ -164,6 +169,27 @@ def test_valid_arguments_reach_the_op(nothing_runs):
     """So the tests above fail if `inputs` is not valid by itself."""
     with pytest.raises(AssertionError, match="the op was called"):
         flash_cute.forward(**inputs())
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_arch_on_the_cpu(nothing_runs, arch):
+    with pytest.raises(ValueError, match=f"arch is '{arch}' and q is on cpu: it must be None"):
+        flash_cute.forward(**inputs(arch=arch))
+
+
+def test_arch_of_another_gpu(monkeypatch):
+    device = torch.device("cuda", 1)
+    capability = {"value": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability["value"])
+    assert checks.arch_number("sm90", device) == 90
+    for other in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        capability["value"] = other
+        assert checks.arch_number("sm80", device) == 80
+        message = r"arch is 'sm90' and q is on cuda:1 \(Card, compute capability .*'sm80' or None"
+        with pytest.raises(ValueError, match=message):
+            checks.arch_number("sm90", device)
 
 
 @pytest.mark.gpu

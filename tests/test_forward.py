@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 from support import (
-    BACKENDS,
+    ALL_KERNELS,
     BANDS,
     DEVICES,
     HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
-    ONE_BACKEND_EACH,
+    ONE_KERNEL_EACH,
     check,
     poisoned,
     random_inputs,
@@ -24,12 +24,12 @@ from support import (
 import flash_cute
 
 BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-SOME_BACKENDS = pytest.mark.parametrize("device, dtype", ONE_BACKEND_EACH)
+SOME_KERNELS = pytest.mark.parametrize("device, dtype", ONE_KERNEL_EACH)
 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("device, dtype", BACKENDS)
+@pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_head_dims_and_dtypes(device, dtype, head_dim, is_causal):
     inputs = random_inputs(2, 4, 129, head_dim, heads_kv=2, len_k=193, dtype=dtype, device=device)
     check(*map(poisoned, inputs), is_causal)
@@ -38,7 +38,7 @@ def test_head_dims_and_dtypes(device, dtype, head_dim, is_causal):
 @BOTH_MASKS
 @pytest.mark.parametrize("len_q, len_k", LENGTHS)
 @pytest.mark.parametrize("head_dim", [64, 256])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_lengths(device, dtype, head_dim, len_q, len_k, is_causal):
     inputs = random_inputs(1, 2, len_q, head_dim, len_k=len_k, dtype=dtype, device=device)
     check(*map(poisoned, inputs), is_causal)
@@ -46,7 +46,7 @@ def test_lengths(device, dtype, head_dim, len_q, len_k, is_causal):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("heads_q, heads_kv", [(6, 6), (6, 3), (6, 2), (6, 1), (1, 1), (16, 2)])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_grouped_heads(device, dtype, heads_q, heads_kv, is_causal):
     check(
         *random_inputs(2, heads_q, 70, 40, heads_kv=heads_kv, len_k=90, dtype=dtype, device=device),
@@ -55,7 +55,7 @@ def test_grouped_heads(device, dtype, heads_q, heads_kv, is_causal):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("device, dtype", BACKENDS)
+@pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_sweep(device, dtype):
     for head_dim, (len_q, len_k), heads_kv, is_causal in itertools.product(
         HEAD_DIMS, [*LENGTHS, (1025, 2047), (2048, 511)], (1, 4), (False, True)
@@ -68,7 +68,7 @@ def test_sweep(device, dtype):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("scale", [0, 0.0, -0.3, 1e-3, 1e-42, 0.5, 1, 3.0])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_scales(device, dtype, scale, is_causal):
     q, k, v = random_inputs(2, 2, 100, 64, len_k=130, dtype=dtype, device=device)
     check(q, k, v, is_causal, scale)
@@ -76,7 +76,7 @@ def test_scales(device, dtype, scale, is_causal):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("scale", [1e4, -1e4, 1e10, 1e30, -1e30, 1e300])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_huge_scales_pick_the_greatest_scores(device, dtype, scale, is_causal):
     # Products of small integers are exact, so that equal scores are equal and the next one is a
     # whole scale away.
@@ -90,7 +90,7 @@ def test_huge_scales_pick_the_greatest_scores(device, dtype, scale, is_causal):
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, 0.1])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_rows_without_a_key(device, dtype, scale):
     out, lse = check(
         *random_inputs(2, 2, 300, 64, len_k=40, dtype=dtype, device=device), True, scale
@@ -99,7 +99,7 @@ def test_rows_without_a_key(device, dtype, scale):
     assert torch.all(lse[:, :, 260:].isfinite())
 
 
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_a_row_without_a_key_ignores_nan_in_v(device, dtype):
     q, k, v = random_inputs(1, 2, 300, 64, len_k=40, dtype=dtype, device=device)
     v[:, :, 30] = math.nan
@@ -119,7 +119,7 @@ def test_a_row_without_a_key_ignores_nan_in_v(device, dtype):
         (0, 0, 1, 0, 0),
     ],
 )
-@pytest.mark.parametrize("device, dtype", BACKENDS)
+@pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_nothing_to_do(device, dtype, batch, heads_q, heads_kv, len_q, len_k, is_causal):
     q = torch.randn(batch, heads_q, len_q, 32).to(device, dtype)
     k = torch.randn(batch, heads_kv, len_k, 32).to(device, dtype)
@@ -131,7 +131,7 @@ def test_nothing_to_do(device, dtype, batch, heads_q, heads_kv, len_q, len_k, is
 @BOTH_MASKS
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", [64, 20])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_layouts(device, dtype, head_dim, layout, is_causal):
     inputs = random_inputs(2, 3, 70, head_dim, dtype=dtype, device=device)
     q, k, v = (poisoned(x, **LAYOUTS[layout]) for x in inputs)
@@ -140,14 +140,14 @@ def test_layouts(device, dtype, head_dim, layout, is_causal):
         out.transpose(1, 2).view(2, 70, 3 * head_dim)  # raises if it cannot be viewed so
 
 
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_each_input_has_its_own_strides(device, dtype):
     q, k, v = random_inputs(2, 3, 70, 64, dtype=dtype, device=device)
     check(poisoned(q, "hbnd", before=1), poisoned(k, "bnhd"), poisoned(v, "bhdn"), True)
 
 
 @BOTH_MASKS
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_packed_projection(device, dtype, is_causal):
     qkv = torch.randn(2, 70, 3, 4, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     check(*(qkv[:, :, i].transpose(1, 2) for i in range(3)), is_causal)
@@ -156,7 +156,7 @@ def test_packed_projection(device, dtype, is_causal):
 @pytest.mark.parametrize(
     "sizes", [(1, 3, 70, 64), (2, 1, 70, 64), (2, 3, 1, 64), (2, 3, 70, 1), (1, 1, 1, 64)]
 )
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_expanded(device, dtype, sizes):
     for seed, which in enumerate(("q", "k", "v", "qkv")):
         tensors = dict(
@@ -175,7 +175,7 @@ def test_expanded(device, dtype, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(1, 4, 1, 16), (3, 1, 5, 16), (1, 1, 1, 8), (1, 4, 9, 1)])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_strides_of_dimensions_of_one_mean_nothing(device, dtype, sizes):
     x = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     odd = x.as_strided(
@@ -186,7 +186,7 @@ def test_strides_of_dimensions_of_one_mean_nothing(device, dtype, sizes):
 
 @pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
 @pytest.mark.parametrize("len_q, len_k", [(129, 129), (100, 300), (300, 100), (1, 200)])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_bands(device, dtype, len_q, len_k, window_left, window_right, diagonal_offset):
     q, k, v = random_inputs(1, 4, len_q, 64, heads_kv=2, len_k=len_k, dtype=dtype, device=device)
     check(
@@ -198,7 +198,7 @@ def test_bands(device, dtype, len_q, len_k, window_left, window_right, diagonal_
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("device, dtype", BACKENDS)
+@pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_outliers(device, dtype, is_causal):
     """One element in a thousand is a hundred times greater, as in trained models' activations."""
     generator = torch.Generator().manual_seed(1)
@@ -209,14 +209,14 @@ def test_outliers(device, dtype, is_causal):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 30.0])
-@pytest.mark.parametrize("device, dtype", BACKENDS)
+@pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_magnitudes(device, dtype, size, is_causal):
     q, k, v = random_inputs(1, 2, 129, 64, dtype=dtype, device=device)
     check(q * size, k, v * size, is_causal)
     check(q, k * size, v / size if size > 1 else v, is_causal)
 
 
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_nan_in_v_follows_the_formula(device, dtype):
     q, k, v = random_inputs(1, 2, 129, 64, len_k=300, dtype=dtype, device=device)
     clean, _ = run(q, k, v)
@@ -227,7 +227,7 @@ def test_nan_in_v_follows_the_formula(device, dtype):
     assert torch.equal(out, clean)
 
 
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_nan_in_q_stays_in_its_row(device, dtype):
     q, k, v = random_inputs(1, 2, 129, 64, dtype=dtype, device=device)
     q[0, 1, 77, 3] = math.nan
@@ -236,7 +236,7 @@ def test_nan_in_q_stays_in_its_row(device, dtype):
     assert out.isnan().sum() == 64 and lse.isnan().sum() == 1
 
 
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_nan_in_k_reaches_every_row_that_sees_it(device, dtype):
     q, k, v = random_inputs(1, 2, 129, 64, dtype=dtype, device=device)
     k[0, 1, 77, 3] = math.nan
@@ -246,7 +246,7 @@ def test_nan_in_k_reaches_every_row_that_sees_it(device, dtype):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_a_bad_key_reaches_no_row_that_does_not_see_it(device, dtype, bad):
     q, k, v = random_inputs(1, 2, 129, 64, dtype=dtype, device=device)
     clean_out, clean_lse = run(q, k, v, True)
@@ -258,7 +258,7 @@ def test_a_bad_key_reaches_no_row_that_does_not_see_it(device, dtype, bad):
 
 
 @pytest.mark.parametrize("len_q, len_k", [(200, 200), (70, 200), (200, 150)])
-@SOME_BACKENDS
+@SOME_KERNELS
 def test_causal_rows_do_not_depend_on_later_keys(device, dtype, len_q, len_k):
     q, k, v = random_inputs(1, 2, len_q, 64, len_k=len_k, dtype=dtype, device=device)
     first = run(q, k, v, True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import HEAD_DIMS, check, poisoned, random_inputs, run
+from support import GPU_KERNELS, HEAD_DIMS, check, gpu_arch, poisoned, random_inputs, run
 
 import flash_cute
 from flash_cute import ops, tolerance
@@ -44,19 +44,21 @@ def launched(function) -> list[str]:
     ]
 
 
+@GPU_KERNELS
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
-def test_one_kernel_and_nothing_else(head_dim, is_causal):
+def test_one_kernel_and_nothing_else(kernels, head_dim, is_causal):
     q, k, v = gpu_inputs(2, 4, 129, head_dim, heads_kv=2)
-    names = launched(lambda: flash_cute.forward(q, k, v, is_causal))
-    assert len(names) == 1, names
+    (name,) = launched(lambda: run(q, k, v, is_causal))
+    assert (gpu_arch() if kernels == "default" else kernels) in name
 
 
-def test_no_copy_of_strided_rows():
+@GPU_KERNELS
+def test_no_copy_of_strided_rows(kernels):
     x = torch.randn(2, 70, 3, 4, 64, device="cuda", dtype=BF16)
     q, k, v = (x[:, :, i].transpose(1, 2) for i in range(3))
     k = k[:, :1].expand(2, 4, 70, 64)
-    names = launched(lambda: flash_cute.forward(q, k, v))
+    names = launched(lambda: run(q, k, v))
     assert len(names) == 1, names
 
 
@@ -70,11 +72,12 @@ def peak_memory(function) -> tuple[int, list[torch.Tensor]]:
     return torch.cuda.max_memory_allocated() - before, results
 
 
+@GPU_KERNELS
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 104, 256])
-def test_memory_is_that_of_the_results(head_dim, is_causal):
+def test_memory_is_that_of_the_results(kernels, head_dim, is_causal):
     q, k, v = gpu_inputs(2, 8, 2048, head_dim)
-    peak, results = peak_memory(lambda: flash_cute.forward(q, k, v, is_causal))
+    peak, results = peak_memory(lambda: run(q, k, v, is_causal))
     allocated = [
         -(-x.numel() * x.element_size() // 512) * 512 for x in results
     ]  # in blocks of 512 bytes
@@ -96,52 +99,55 @@ def test_tiles_fit_this_gpu():
         assert all(tile["smem_bytes"] <= bytes_lent for tile in tiles)
 
 
+@GPU_KERNELS
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_runs_on_the_current_stream(is_causal):
+def test_runs_on_the_current_stream(kernels, is_causal):
     """Everything happens on a side stream behind a long wait; a kernel on another stream would read
     the zeros.
     """
     q, k, v = gpu_inputs(2, 4, 300, 64)
-    expected = flash_cute.forward(q, k, v, is_causal)
+    expected = run(q, k, v, is_causal)
     late = torch.zeros_like(q)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         late.copy_(q)
-        results = flash_cute.forward(late, k, v, is_causal)
+        results = run(late, k, v, is_causal)
         assert not stream.query()  # the wait goes on: nothing has waited for the GPU
     stream.synchronize()
     assert all(map(torch.equal, results, expected))
 
 
-def test_never_synchronises():
+@GPU_KERNELS
+def test_never_synchronises(kernels):
     inputs = gpu_inputs(2, 4, 300, 64)
     odd_rows = gpu_inputs(1, 2, 70, 20)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        flash_cute.forward(*inputs, True)
-        flash_cute.forward(*odd_rows)
+        run(*inputs, True)
+        run(*odd_rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@GPU_KERNELS
 @pytest.mark.parametrize("head_dim", [64, 20])
-def test_cuda_graph(head_dim):
+def test_cuda_graph(kernels, head_dim):
     q, k, v = gpu_inputs(2, 4, 300, head_dim)
     graph = torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        flash_cute.forward(q, k, v, True)
+        run(q, k, v, True)
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        captured = flash_cute.forward(q, k, v, True)
+        captured = run(q, k, v, True)
     for seed in (1, 2):
         for x, new in zip((q, k, v), gpu_inputs(2, 4, 300, head_dim, seed=seed), strict=True):
             x.copy_(new)
         graph.replay()
-        assert all(map(torch.equal, captured, flash_cute.forward(q, k, v, True)))
+        assert all(map(torch.equal, captured, run(q, k, v, True)))
 
 
 def test_the_first_call_of_a_process_can_be_captured(tmp_path):
@@ -159,27 +165,30 @@ assert all(map(torch.equal, captured, flash_cute.forward(q, k, v, True)))
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
 
 
+@GPU_KERNELS
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 20])
-def test_repeats_are_bitwise_equal(head_dim, is_causal):
+def test_repeats_are_bitwise_equal(kernels, head_dim, is_causal):
     inputs = gpu_inputs(2, 8, 1000, head_dim)
-    first = flash_cute.forward(*inputs, is_causal)
+    first = run(*inputs, is_causal)
     for _ in range(10):
-        assert all(map(torch.equal, flash_cute.forward(*inputs, is_causal), first))
+        assert all(map(torch.equal, run(*inputs, is_causal), first))
 
 
-def test_a_batch_item_does_not_depend_on_the_batch():
+@GPU_KERNELS
+def test_a_batch_item_does_not_depend_on_the_batch(kernels):
     q, k, v = gpu_inputs(4, 8, 500, 128)
-    out, lse = flash_cute.forward(q, k, v, True)
-    alone = flash_cute.forward(q[2:3], k[2:3], v[2:3], True)
+    out, lse = run(q, k, v, True)
+    alone = run(q[2:3], k[2:3], v[2:3], True)
     assert torch.equal(out[2:3], alone[0]) and torch.equal(lse[2:3], alone[1])
 
 
+@GPU_KERNELS
 @pytest.mark.parametrize("sizes", [(70_000, 1), (1, 70_000), (300, 300)])
-def test_many_heads(sizes):
+def test_many_heads(kernels, sizes):
     """More than a grid's y and z can count."""
     q, k, v = gpu_inputs(*sizes, 3, 32)
-    out, lse = flash_cute.forward(q, k, v, True)
+    out, lse = run(q, k, v, True)
     # As one head: nothing else is seen of the order in which they come.
     rows = q.reshape(1, -1, 3, 32), k.reshape(1, -1, 3, 32), v.reshape(1, -1, 3, 32)
     result = tolerance.compare(out.view_as(rows[0]), lse.view(1, -1, 3), *rows, True)
@@ -192,8 +201,9 @@ def needs_memory(gigabytes: float) -> None:
         pytest.skip(f"needs {gigabytes} GiB of free GPU memory, there are {free:.0f}")
 
 
+@GPU_KERNELS
 @pytest.mark.parametrize("order", ["bhnd", "bnhd"])
-def test_beyond_2_to_the_31_elements(order):
+def test_beyond_2_to_the_31_elements(kernels, order):
     """q and out have 2.2e9 elements; the last head must come out right, and the first."""
     needs_memory(24)
     batch, heads, length, head_dim = 2, 64, 131_200, 128
@@ -206,7 +216,7 @@ def test_beyond_2_to_the_31_elements(order):
     q = q if order == "bhnd" else q.transpose(1, 2)
     k, v = gpu_inputs(batch, 1, 65, head_dim)[1:]
     assert q.numel() > 2**31
-    out, lse = flash_cute.forward(q, k, v)
+    out, lse = run(q, k, v)
     for b, h, rows in (
         (0, 0, slice(0, 300)),
         (1, 63, slice(length - 300, length)),
@@ -217,7 +227,8 @@ def test_beyond_2_to_the_31_elements(order):
         assert result.passed, (b, h, str(result))
 
 
-def test_keys_beyond_2_to_the_31_elements():
+@GPU_KERNELS
+def test_keys_beyond_2_to_the_31_elements(kernels):
     needs_memory(16)
     # One key and value tensor with rows far apart: 70,000 rows of 2^15 elements.
     storage = torch.zeros(70_000, 2**15, dtype=BF16, device="cuda")
@@ -230,26 +241,29 @@ def test_keys_beyond_2_to_the_31_elements():
     check(q, k, v, True)
 
 
-def test_lengths_beyond_the_tiles_many_times_over():
+@GPU_KERNELS
+def test_lengths_beyond_the_tiles_many_times_over(kernels):
     check(*gpu_inputs(1, 2, 4111, 64, len_k=5003), True)
     check(*gpu_inputs(1, 2, 2049, 128, len_k=4100, dtype=torch.float16))
 
 
-def test_current_device_is_not_the_tensors():
+@GPU_KERNELS
+def test_current_device_is_not_the_tensors(kernels):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     inputs = gpu_inputs(2, 4, 129, 64)
-    expected = flash_cute.forward(*inputs, True)
+    expected = run(*inputs, True)
     with torch.cuda.device(0):
-        moved = flash_cute.forward(*(x.to("cuda:1") for x in inputs), True)
+        moved = run(*(x.to("cuda:1") for x in inputs), True)
         assert torch.cuda.current_device() == 0
     assert all(x.device.index == 1 for x in moved)
     assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(moved, expected, strict=True))
 
 
-def test_same_results_as_the_cpu():
+@GPU_KERNELS
+def test_same_results_as_the_cpu(kernels):
     inputs = gpu_inputs(2, 4, 129, 80, heads_kv=2, len_k=300, dtype=torch.float16)
-    on_gpu = flash_cute.forward(*inputs, True)
+    on_gpu = run(*inputs, True)
     on_cpu = flash_cute.forward(*(x.cpu() for x in inputs), True)
     torch.testing.assert_close(on_gpu[0].cpu(), on_cpu[0], rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(on_gpu[1].cpu(), on_cpu[1], rtol=0, atol=2e-5)
@@ -279,4 +293,6 @@ def test_the_op_refuses_what_cannot_be_launched():
         ops.fwd(q, k, v, math.nan)
     with pytest.raises(RuntimeError):
         run(q, k, v, smem_limit=1024)  # no tile fits
+    with pytest.raises(RuntimeError, match="arch is 75: it must be 80, 90, or 0"):
+        ops.fwd(q, k, v, 0.1, arch=75)
     check(q, k, v)  # and nothing is left broken

@@ -1,8 +1,9 @@
-"""What the built library holds for sm_80 and sm_90, read with cuobjdump: the instructions that the
-kernels stand on, no spills, and no more registers than the tile table allows."""
+"""What the built library holds for sm_80, sm_90 and sm_90a, read with cuobjdump: the instructions
+that the kernels stand on, no spills, and no more registers than the tile table allows."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -19,22 +20,43 @@ import torch
 from flash_cute.ops import LIBRARY
 
 INFO: dict[str, Any] = json.loads(torch.ops.flash_cute.build_info())
-ROWS: list[dict[str, Any]] = [
-    row for row in INFO["tiles"] if (row["arch"], row["op"]) == ("sm80", "fwd")
-]
-ARCHS = [arch for arch in ("sm_80", "sm_90") if arch in INFO["archs"]]
-# In the order of FwdConfig's members in csrc/cute_fa2/config.h, which is that of a mangled name.
-CONFIG = ("head_dim", "block_m", "block_n", "warps", "stages")
-DTYPES, MASKS = 2, 2
+# The machine code, and whose kernels it is.
+ARCHS = {
+    code: kernels
+    for code, kernels in {"sm_80": "sm80", "sm_90": "sm80", "sm_90a": "sm90"}.items()
+    if code in INFO["archs"]
+}
+DTYPES = 2
+MASKS = {"any": 2, "full": 1, "banded": 1}
+# ldmatrix, cp.async and the tensor cores; TMA, wgmma, and registers that change their owners.
+INSTRUCTIONS = {
+    "sm80": {"LDSM", "LDGSTS", "HMMA"},
+    "sm90": {"UTMALDG", "HGMMA", "USETMAXREG"},
+}
+
+
+def config_of_row(row: dict[str, Any]) -> tuple[int, ...]:
+    """The numbers of FwdConfig and FwdSm90Config in csrc/cute_fa2/config.h, in their order."""
+    if row["arch"] == "sm80":
+        names = ("head_dim", "block_m", "block_n", "warps", "stages")
+        return tuple(row[name] for name in names)
+    consumers = row["block_m"] // 64
+    return row["head_dim"], consumers, row["block_n"], row["stages"], row["q_stages"]
 
 
 def config_of(kernel: str) -> tuple[int, ...]:
-    """The tile of a kernel, by the FwdConfig in its mangled name."""
-    found = re.search(r"FwdConfigE((?:Li\d+E)+)", kernel)
+    """The tile of a kernel, by the configuration in its mangled name."""
+    found = re.search(r"Fwd(?:Sm90)?ConfigE((?:Li\d+E)+)", kernel)
     assert found, kernel
     return tuple(int(number) for number in re.findall(r"\d+", found[1]))
 
 
+def is_kernel_of(arch: str, function: str) -> bool:
+    """Whether it is a forward kernel. Asked for sm_90, cuobjdump shows sm_90a as well."""
+    return f"{ARCHS[arch]}10fwd_kernel" in function
+
+
+@functools.cache
 def cuobjdump(*arguments: str) -> str:
     packaged = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin")  # with nvdisasm beside it
     path = f"{packaged}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/local/cuda/bin"
@@ -54,6 +76,11 @@ def arch(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
+def rows(arch: str) -> list[dict[str, Any]]:
+    return [row for row in INFO["tiles"] if (row["arch"], row["op"]) == (ARCHS[arch], "fwd")]
+
+
+@pytest.fixture(scope="module")
 def opcodes(arch: str) -> dict[str, Counter[str]]:
     """For each forward kernel, how often each instruction stands in it."""
     kernels: dict[str, Counter[str]] = {}
@@ -61,7 +88,7 @@ def opcodes(arch: str) -> dict[str, Counter[str]]:
     for line in cuobjdump("-sass", "-arch", arch).splitlines():
         if function := re.search(r"Function : (\S+)", line):
             opcodes = Counter()
-            if "fwd_kernel" in function[1]:
+            if is_kernel_of(arch, function[1]):
                 kernels[function[1]] = opcodes
         elif instruction := re.match(
             r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9]+)", line
@@ -77,36 +104,48 @@ def resources(arch: str) -> dict[str, dict[str, int]]:
     return {
         name: {key: int(value) for key, value in re.findall(r"(\w+)(?:\[\d\])?:(\d+)", usage)}
         for name, usage in re.findall(r"Function (\S+):\n(.*)", text)
-        if "fwd_kernel" in name
+        if is_kernel_of(arch, name)
     }
 
 
 def test_there_is_something_to_read() -> None:
     if not ARCHS:
         pytest.skip(f"this build has neither sm_80 nor sm_90 ({', '.join(INFO['archs'])})")
-    assert ROWS
+    assert {row["arch"] for row in INFO["tiles"]} >= set(ARCHS.values())
 
 
 def test_machine_code_for_every_chip() -> None:
     listed = cuobjdump("-lelf")
-    assert set(re.findall(r"\.(sm_\d+)\.cubin", listed)) == set(INFO["archs"]) - {"compute_80"}
+    assert set(re.findall(r"\.(sm_\d+a?)\.cubin", listed)) == set(INFO["archs"]) - {"compute_80"}
     assert "compute_80" not in INFO["archs"] or ".sm_80.ptx" in cuobjdump("-lptx")
 
 
 def test_every_row_has_its_kernels(
-    opcodes: dict[str, Counter[str]], resources: dict[str, dict[str, int]]
+    rows: list[dict[str, Any]],
+    opcodes: dict[str, Counter[str]],
+    resources: dict[str, dict[str, int]],
 ) -> None:
     """So that the tests below miss none."""
-    configs = {tuple(row[field] for field in CONFIG) for row in ROWS}
-    assert Counter(map(config_of, opcodes)) == dict.fromkeys(configs, DTYPES * MASKS)
+    # Two rows may have the same tile, of which there is one kernel, or one for each mask.
+    masks: dict[tuple[int, ...], int] = {}
+    for row in rows:
+        config, served = config_of_row(row), MASKS[row["mask"]]
+        masks[config] = masks.get(config, 0) + served if row["mask"] != "any" else served
+    expected = {config: DTYPES * count for config, count in masks.items()}
+    assert Counter(map(config_of, opcodes)) == expected
     assert set(resources) == set(opcodes)
 
 
-def test_instructions(opcodes: dict[str, Counter[str]]) -> None:
-    """ldmatrix, cp.async and the tensor cores are used."""
+def test_instructions(arch: str, opcodes: dict[str, Counter[str]]) -> None:
     for kernel, counts in opcodes.items():
-        missing = {"LDSM", "LDGSTS", "HMMA"} - set(counts)
+        missing = INSTRUCTIONS[ARCHS[arch]] - set(counts)
         assert not missing, (kernel, missing)
+
+
+def test_products_are_not_serialized(opcodes: dict[str, Counter[str]]) -> None:
+    """ptxas may put a WARPGROUP.ARRIVE before each wgmma and a wait behind it."""
+    for kernel, counts in opcodes.items():
+        assert counts["WARPGROUP"] < counts["HGMMA"] or "HMMA" in counts, kernel
 
 
 def test_no_spills(opcodes: dict[str, Counter[str]], resources: dict[str, dict[str, int]]) -> None:
@@ -121,7 +160,9 @@ def test_no_spills(opcodes: dict[str, Counter[str]], resources: dict[str, dict[s
     assert not spills
 
 
-def test_registers_within_the_budget(resources: dict[str, dict[str, int]]) -> None:
+def test_registers_within_the_budget(
+    rows: list[dict[str, Any]], resources: dict[str, dict[str, int]]
+) -> None:
     for kernel, usage in resources.items():
-        rows = [row for row in ROWS if tuple(row[f] for f in CONFIG) == config_of(kernel)]
-        assert usage["REG"] <= min(row["max_registers"] for row in rows), (kernel, usage)
+        budgets = [row["max_registers"] for row in rows if config_of_row(row) == config_of(kernel)]
+        assert usage["REG"] <= min(budgets), (kernel, usage)

@@ -16,11 +16,13 @@ KB = 1024
 LIMITS = {"99 KB": 99 * KB, "163 KB": 163 * KB, "227 KB": 227 * KB}
 
 INFO: dict[str, Any] = json.loads(torch.ops.flash_cute.build_info())
-ROWS: list[dict[str, Any]] = INFO["tiles"]
+ROWS: list[dict[str, Any]] = [row for row in INFO["tiles"] if row["arch"] == "sm80"]
+SM90_ROWS: list[dict[str, Any]] = [row for row in INFO["tiles"] if row["arch"] == "sm90"]
 
 
 def name_of(row: dict[str, Any]) -> str:
-    return f"{row['arch']}-{row['op']}-{row['head_dim']}-{row['block_m']}x{row['block_n']}"
+    tile = f"{row['head_dim']}-{row['block_m']}x{row['block_n']}"
+    return f"{row['arch']}-{row['op']}-{row['mask']}-{tile}"
 
 
 def tiles_for(limit: int) -> list[dict[str, Any]]:
@@ -36,6 +38,15 @@ def fits(row: dict[str, Any], limit: int) -> bool:
 def test_every_built_head_dim_has_rows() -> None:
     assert INFO["head_dims"] == sorted(set(INFO["head_dims"]))
     assert {row["head_dim"] for row in ROWS} == set(INFO["head_dims"]) != set()
+    assert {row["mask"] for row in ROWS} == {"any"}
+    assert len(ROWS) + len(SM90_ROWS) == len(INFO["tiles"])
+    assert bool(SM90_ROWS) == ("sm_90a" in INFO["archs"])
+
+
+@pytest.mark.parametrize("mask", ["full", "banded"])
+def test_every_head_dim_has_one_row_of_sm90(mask: str) -> None:
+    served = [row["head_dim"] for row in SM90_ROWS if row["mask"] in (mask, "any")]
+    assert sorted(served) == (INFO["head_dims"] if SM90_ROWS else [])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
@@ -53,6 +64,28 @@ def test_row(row: dict[str, Any]) -> None:
     threads = 32 * row["warps"] * row["blocks_per_sm"]
     assert 0 < row["max_registers"] <= 255
     assert row["max_registers"] * threads <= 65536
+
+
+@pytest.mark.parametrize("row", SM90_ROWS, ids=name_of)
+def test_sm90_row(row: dict[str, Any]) -> None:
+    # As above, Q in stages as well, and 1 KB for barriers.
+    rows = row["q_stages"] * row["block_m"] + 2 * row["stages"] * row["block_n"]
+    elements = rows * row["head_dim"]
+    assert row["smem_bytes"] == 2 * elements + KB
+    assert row["blocks_per_sm"] == 1 and fits(row, LIMITS["227 KB"])
+    # A warpgroup has 4 warps and 64 rows; one more loads. A product is up to 256 keys wide, and a
+    # step of the second product 16 keys long.
+    consumers = row["block_m"] // 64
+    assert row["block_m"] == 64 * consumers and consumers in (1, 2, 3)
+    assert row["warps"] == 4 * (consumers + 1)
+    assert row["block_n"] % 16 == 0 and row["block_n"] <= 256
+    # What the launch gives to the threads is what they trade among them, in steps of 8 registers.
+    launched = 128 * (consumers + 1) * row["max_registers"]
+    after = 128 * (row["producer_registers"] + consumers * row["consumer_registers"])
+    assert after <= launched <= 65536
+    for name in ("max_registers", "producer_registers", "consumer_registers"):
+        assert row[name] % 8 == 0 and 24 <= row[name] <= 256, name
+    assert row["producer_registers"] <= row["max_registers"] <= row["consumer_registers"]
 
 
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())

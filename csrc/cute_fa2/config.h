@@ -3,6 +3,8 @@
 // `build_info`.
 #pragma once
 
+#include "params.h"
+
 namespace flash_cute {
 
 // One tile of the forward: `block_m` query rows stay with a thread block while it walks over the
@@ -66,6 +68,60 @@ constexpr int select_fwd_sm80(int head_dim, int smem_limit) {
   int index = 0;
   for (const FwdRow& row : kFwdSm80) {
     if (row.config.head_dim == head_dim && row.fits(smem_limit)) return index;
+    ++index;
+  }
+  return -1;
+}
+
+// One tile of the Hopper forward: `consumers` warpgroups of 128 threads hold 64 query rows each; a
+// producer warpgroup beside them loads.
+struct FwdSm90Config {
+  int head_dim;   // bucket: serves head dims up to this one
+  int consumers;  // warpgroups that compute
+  int block_n;    // keys of a tile
+  int stages;     // key blocks in shared memory
+  int q_stages;  // query tiles in shared memory: with 2, the next one comes before this one is done
+  bool in_turns;  // consumers issue their products in turns, so that one's softmax meets another's
+                  // products
+
+  constexpr int block_m() const { return consumers * 64; }
+  constexpr int threads() const { return (consumers + 1) * 128; }
+  // Registers of a thread: what ptxas may use (the register file over the threads, as the launch
+  // gives them out), and what the warpgroups make of it once they know their roles.
+  constexpr int launch_registers() const { return 65536 / threads() / 8 * 8; }
+  constexpr int producer_registers() const { return consumers == 3 ? 32 : 24; }
+  constexpr int consumer_registers() const {
+    return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
+  }
+  // Q, K and V tiles of 2-byte elements, and 1 KB for barriers.
+  constexpr int smem_bytes() const {
+    return (block_m() * q_stages + 2 * stages * block_n) * head_dim * 2 + 1024;
+  }
+};
+
+struct FwdSm90Row {
+  FwdSm90Config config;
+  bool full;    // serves MaskKind::kFull
+  bool banded;  // serves MaskKind::kBanded
+
+  constexpr bool serves(MaskKind mask) const { return mask == MaskKind::kFull ? full : banded; }
+};
+
+inline constexpr FwdSm90Row kFwdSm90[] = {
+    // head_dim, consumers, block_n, stages, q_stages, in_turns, full, banded
+    {{32, 3, 128, 3, 2, true}, true, true},   //
+    {{64, 3, 128, 3, 2, true}, true, true},   //
+    {{96, 2, 128, 2, 2, true}, true, true},   //
+    {{128, 2, 128, 2, 2, true}, true, true},  //
+    {{192, 2, 96, 2, 1, true}, true, true},   //
+    {{256, 2, 80, 2, 1, true}, true, true},   //
+};
+
+// The index of the row that serves `head_dim` (a bucket) under `mask`, or -1.
+constexpr int select_fwd_sm90(int head_dim, MaskKind mask) {
+  int index = 0;
+  for (const FwdSm90Row& row : kFwdSm90) {
+    if (row.config.head_dim == head_dim && row.serves(mask)) return index;
     ++index;
   }
   return -1;

@@ -19,64 +19,180 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
-// What `device` lends a block at most; asked of the driver once.
-int smem_limit_of(int device) {
-  static std::atomic<int> known[kMaxDevices];
-  int limit = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (limit == 0) {
-    check_cuda(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    if (device < kMaxDevices) known[device].store(limit, std::memory_order_relaxed);
-  }
-  return limit;
-}
-
-std::string row_as_json(const FwdRow& row) {
-  const FwdConfig& config = row.config;
-  auto field = [](const char* name, int value) {
-    return ", \"" + std::string(name) + "\": " + std::to_string(value);
-  };
-  return "{\"arch\": \"sm80\", \"op\": \"fwd\"" + field("head_dim", config.head_dim) +
-         field("block_m", config.block_m) + field("block_n", config.block_n) +
-         field("warps", config.warps) + field("smem_bytes", config.smem_bytes()) +
-         field("stages", config.stages) + field("blocks_per_sm", row.blocks_per_sm) +
-         field("max_registers", row.max_registers()) + "}";
-}
-
-bool is_built(int head_dim) {
-  for (int built : kBuiltHeadDims) {
-    if (built == head_dim) return true;
-  }
-  return false;
-}
-
-std::string in_brackets(const std::string& items) { return "[" + items + "]"; }
-
 void append(std::string& items, const std::string& item) {
   items += items.empty() ? item : ", " + item;
 }
 
-}  // namespace
+// The head dim that was built for heads of `head_dim`, or 0.
+int built_for(int head_dim) {
+  for (int built : kBuiltHeadDims) {
+    if (head_dim <= built) return built;
+  }
+  return 0;
+}
 
-void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit, int device,
-                cudaStream_t stream) {
-  const int limit = smem_limit > 0
-                        ? static_cast<int>(std::min<int64_t>(smem_limit, smem_limit_of(device)))
-                        : smem_limit_of(device);
+bool is_built(int head_dim) { return built_for(head_dim) == head_dim; }
+
+// What the driver says of `device`, which is never 0; asked once.
+template <cudaDeviceAttr kAttribute>
+int attribute_of(int device) {
+  static std::atomic<int> known[kMaxDevices];
+  int value = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (value == 0) {
+    check_cuda(cudaDeviceGetAttribute(&value, kAttribute, device));
+    if (device < kMaxDevices) known[device].store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
+// What `device` lends a block at most, or less if the caller says so.
+int smem_limit_of(int device, int64_t at_most) {
+  const int lent = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
+  return at_most > 0 ? static_cast<int>(std::min<int64_t>(at_most, lent)) : lent;
+}
+
+// Why a tensor map cannot describe `view`, or nullptr. That its strides are multiples of 16 bytes
+// is known.
+const char* why_no_tensor_map(const TensorView<const void*>& view, int rows) {
+  constexpr int64_t kMaxStride = (int64_t{1} << 40) / 2;  // elements
+  if (view.stride_row == 0 && rows > 1) return "the rows of q, k or v are expanded (stride 0)";
+  if (std::max({view.stride_row, view.stride_head, view.stride_batch}) >= kMaxStride) {
+    return "a stride of q, k or v is 2^40 bytes or more";
+  }
+  return nullptr;
+}
+
+// Why the SM90 kernels cannot read the call, or nullptr.
+const char* why_sm90_cannot_read(const FwdParams& params) {
+  if (params.len_k == 0) return "there are no keys";
+  if (params.q_factor != 1.f) return "softmax_scale is not above 0";
+  if (params.subtract_max_first) return "softmax_scale is too large";
+  if (const char* reason = why_no_tensor_map(params.q, params.len_q)) return reason;
+  if (const char* reason = why_no_tensor_map(params.k, params.len_k)) return reason;
+  return why_no_tensor_map(params.v, params.len_k);
+}
+
+// Why the SM90 kernels cannot serve the call on `device`, or nullptr.
+const char* why_not_sm90(const FwdParams& params, MaskKind mask, int64_t smem_limit, int device) {
+  if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
+  if (attribute_of<cudaDevAttrComputeCapabilityMajor>(device) != 9) {
+    return "the GPU's compute capability is not 9.x";
+  }
+  if (smem_limit != 0) return "smem_limit chooses among the tiles of arch 80";
+  if (select_fwd_sm90(built_for(params.head_dim), mask) < 0) return "there is no tile for it";
+  return why_sm90_cannot_read(params);
+}
+
+// Calls `f` with the head dim that serves the call, its dtype and its mask as constants.
+template <class F>
+void with_constants(const FwdParams& params, DType dtype, MaskKind mask, F&& f) {
   head_dim_switch<kBuiltHeadDims>(params.head_dim, [&](auto head_dim) {
-    const int config_index = select_fwd_sm80(head_dim, limit);
-    if (config_index < 0) {
-      throw std::runtime_error("flash_cute: no tile for head dim " +
-                               std::to_string(params.head_dim) + " fits " + std::to_string(limit) +
-                               " bytes of shared memory");
-    }
     dtype_switch(dtype, [&](auto dtype_constant) {
-      mask_switch(mask, [&](auto mask_constant) {
-        launch_fwd_sm80<dtype_constant(), head_dim(), mask_constant()>(params, config_index, device,
-                                                                       stream);
-      });
+      mask_switch(mask, [&](auto mask_constant) { f(head_dim, dtype_constant, mask_constant); });
     });
   });
 }
+
+void launch_sm80(const FwdParams& params, DType dtype, MaskKind mask, int smem_limit, int device,
+                 cudaStream_t stream) {
+  with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
+    const int row = select_fwd_sm80(head_dim, smem_limit);
+    if (row < 0) {
+      throw std::runtime_error("flash_cute: no tile for head dim " +
+                               std::to_string(params.head_dim) + " fits " +
+                               std::to_string(smem_limit) + " bytes of shared memory");
+    }
+    launch_fwd_sm80<dtype(), head_dim(), mask()>(params, row, device, stream);
+  });
+}
+
+void launch_sm90(const FwdParams& params, DType dtype, MaskKind mask, int device,
+                 cudaStream_t stream) {
+  with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
+    if constexpr (kSm90IsBuilt) {
+      const int row = select_fwd_sm90(head_dim, mask);
+      launch_fwd_sm90<dtype(), head_dim(), mask()>(params, row, device, stream);
+    }
+  });
+}
+
+class JsonObject {
+ public:
+  JsonObject& add(const char* name, const std::string& text) {
+    return add_value(name, "\"" + text + "\"");
+  }
+  JsonObject& add(const char* name, int value) { return add_value(name, std::to_string(value)); }
+  std::string str() const { return "{" + fields_ + "}"; }
+
+ private:
+  JsonObject& add_value(const char* name, const std::string& value) {
+    append(fields_, "\"" + std::string(name) + "\": " + value);
+    return *this;
+  }
+  std::string fields_;
+};
+
+std::string row_as_json(const FwdRow& row) {
+  const FwdConfig& config = row.config;
+  return JsonObject()
+      .add("arch", "sm80")
+      .add("op", "fwd")
+      .add("mask", "any")
+      .add("head_dim", config.head_dim)
+      .add("block_m", config.block_m)
+      .add("block_n", config.block_n)
+      .add("warps", config.warps)
+      .add("smem_bytes", config.smem_bytes())
+      .add("stages", config.stages)
+      .add("blocks_per_sm", row.blocks_per_sm)
+      .add("max_registers", row.max_registers())
+      .str();
+}
+
+std::string row_as_json(const FwdSm90Row& row) {
+  const FwdSm90Config& config = row.config;
+  return JsonObject()
+      .add("arch", "sm90")
+      .add("op", "fwd")
+      .add("mask", row.full && row.banded ? "any"
+                   : row.full             ? "full"
+                                          : "banded")
+      .add("head_dim", config.head_dim)
+      .add("block_m", config.block_m())
+      .add("block_n", config.block_n)
+      .add("warps", config.threads() / 32)
+      .add("smem_bytes", config.smem_bytes())
+      .add("stages", config.stages)
+      .add("blocks_per_sm", 1)
+      .add("max_registers", config.launch_registers())
+      .add("q_stages", config.q_stages)
+      .add("producer_registers", config.producer_registers())
+      .add("consumer_registers", config.consumer_registers())
+      .str();
+}
+
+std::string in_brackets(const std::string& items) { return "[" + items + "]"; }
+
+}  // namespace
+
+void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit,
+                int64_t arch, int device, cudaStream_t stream) {
+  if (arch != 0 && arch != 80 && arch != 90) {
+    throw std::runtime_error("flash_cute: arch is " + std::to_string(arch) +
+                             ": it must be 80, 90, or 0 for the best that serves the call");
+  }
+  if (arch != 80) {
+    const char* why_not = why_not_sm90(params, mask, smem_limit, device);
+    if (why_not == nullptr) return launch_sm90(params, dtype, mask, device, stream);
+    if (arch == 90) {
+      throw std::runtime_error("flash_cute: arch is 90, but its kernels cannot serve this call: " +
+                               std::string(why_not));
+    }
+  }
+  launch_sm80(params, dtype, mask, smem_limit_of(device, smem_limit), device, stream);
+}
+
+int multiprocessors_of(int device) { return attribute_of<cudaDevAttrMultiProcessorCount>(device); }
 
 std::string build_info() {
   std::string archs, head_dims, tiles;
@@ -89,6 +205,9 @@ std::string build_info() {
   for (int head_dim : kBuiltHeadDims) append(head_dims, std::to_string(head_dim));
   for (const FwdRow& row : kFwdSm80) {
     if (is_built(row.config.head_dim)) append(tiles, row_as_json(row));
+  }
+  for (const FwdSm90Row& row : kFwdSm90) {
+    if (kSm90IsBuilt && is_built(row.config.head_dim)) append(tiles, row_as_json(row));
   }
   return "{\"cuda_runtime\": " + std::to_string(CUDART_VERSION) +
          ", \"archs\": " + in_brackets(archs) + ", \"head_dims\": " + in_brackets(head_dims) +

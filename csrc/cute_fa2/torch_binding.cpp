@@ -125,7 +125,7 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dty
 
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scale,
                                int64_t window_left, int64_t window_right, int64_t diagonal_offset,
-                               int64_t smem_limit) {
+                               int64_t smem_limit, int64_t arch) {
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
   check_inputs(q, k, v, dtype, device, softmax_scale);
@@ -166,7 +166,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
   set_scale(params, softmax_scale);
   const MaskKind mask = set_band(params, window_left, window_right, diagonal_offset);
   launch_fwd(params, dtype == aoti_torch_dtype_float16() ? DType::kHalf : DType::kBFloat16, mask,
-             smem_limit, device, static_cast<cudaStream_t>(stream));
+             smem_limit, arch, device, static_cast<cudaStream_t>(stream));
 
   if (out_copy) {
     torch::stable::copy_(out, torch::stable::narrow(*out_copy, 3, 0, gq.sizes[3]));
@@ -181,7 +181,8 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(
       "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, SymInt window_left=-1, SymInt "
       "window_right=-1, "
-      "SymInt diagonal_offset=0, SymInt smem_limit=0) -> (Tensor out, Tensor softmax_lse)");
+      "SymInt diagonal_offset=0, SymInt smem_limit=0, SymInt arch=0) -> (Tensor out, Tensor "
+      "softmax_lse)");
   m.def("build_info() -> str");
   m.def("tiles_for(int smem_limit) -> str");
 }

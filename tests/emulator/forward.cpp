@@ -83,7 +83,7 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
                       rows * 4});
   auto launch = [&] {
     launch_fwd(params, call->is_half ? DType::kHalf : DType::kBFloat16, mask, call->smem_limit, 0,
-               nullptr);
+               0, nullptr);
   };
   return emulator::run_session(session, launch, counters, error, error_bytes);
 }

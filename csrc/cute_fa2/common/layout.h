@@ -1,5 +1,5 @@
 // Views of register fragments. An accumulator of m16n8k16 holds ((2 columns, 2 rows), MMA_M, MMA_N)
-// elements.
+// elements, one of wgmma m64nNk16 ((2 columns, 2 rows, N / 8), MMA_M, MMA_N).
 #pragma once
 
 #include <cutlass/numeric_conversion.h>
@@ -8,12 +8,16 @@
 namespace flash_cute {
 
 // ((2 columns, 2 rows), MMA_M, MMA_N) -> ((2 rows, MMA_M), (2 columns, MMA_N)): the accumulator as
-// a matrix of rows.
+// a matrix of rows. Of wgmma: ((2 rows, MMA_M), (2 columns, N / 8, MMA_N)).
 template <class Layout>
 CUTE_DEVICE constexpr auto rows_and_columns(Layout layout) {
   using namespace cute;
-  return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)),
-                     make_layout(get<0, 0>(layout), get<2>(layout)));
+  auto rows = make_layout(get<0, 1>(layout), get<1>(layout));
+  if constexpr (rank_v<decltype(get<0>(layout))> == 3) {
+    return make_layout(rows, make_layout(get<0, 0>(layout), get<0, 2>(layout), get<2>(layout)));
+  } else {
+    return make_layout(rows, make_layout(get<0, 0>(layout), get<2>(layout)));
+  }
 }
 
 template <class Engine, class Layout>
@@ -28,14 +32,22 @@ CUTE_DEVICE constexpr auto as_matrix(cute::Tensor<Engine, Layout>&& accumulator)
 
 // ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): two neighbouring 16 x 8 accumulators
 // hold, lane by lane, the elements of one 16 x 16 A operand, so that P goes from one product to the
-// next without leaving its registers.
+// next without leaving its registers. Of wgmma: ((2, 2, N / 8), MMA_M, 1) -> ((2, 2, 2), MMA_M,
+// N / 16).
 template <class Engine, class Layout>
 CUTE_DEVICE constexpr auto as_a_operand(cute::Tensor<Engine, Layout>& fragment) {
   using namespace cute;
-  auto l = logical_divide(fragment.layout(),
-                          Shape<_4, Underscore, _2>{});  // ((4), MMA_M, (2, MMA_N / 2))
-  return make_tensor(fragment.data(),
-                     make_layout(make_layout(get<0>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l)));
+  auto layout = fragment.layout();
+  if constexpr (rank_v<decltype(get<0>(layout))> == 3) {
+    auto pairs = logical_divide(get<0, 2>(layout), _2{});  // (2, N / 16)
+    return make_tensor(fragment.data(),
+                       make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(pairs)),
+                                   get<1>(layout), get<1>(pairs)));
+  } else {
+    auto l = logical_divide(layout, Shape<_4, Underscore, _2>{});  // ((4), MMA_M, (2, MMA_N / 2))
+    return make_tensor(fragment.data(),
+                       make_layout(make_layout(get<0>(l), get<2, 0>(l)), get<1>(l), get<2, 1>(l)));
+  }
 }
 
 template <class To, class Engine, class Layout>
@@ -47,6 +59,19 @@ CUTE_DEVICE auto convert(const cute::Tensor<Engine, Layout>& source) {
   *reinterpret_cast<cutlass::Array<To, kSize>*>(result.data()) =
       cutlass::NumericArrayConverter<To, From, kSize>{}(from);
   return result;
+}
+
+// The elements of `source` as `To` of 2 bytes, two in each 32-bit word of `words`: registers that
+// the compiler never has to take apart.
+template <class To, class Engine, class Layout, class Words>
+CUTE_DEVICE void convert_to_words(const cute::Tensor<Engine, Layout>& source, Words& words) {
+  static_assert(decltype(cute::size(source))::value == 2 * decltype(cute::size(words))::value);
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(words); ++i) {
+    const cutlass::Array<float, 2> from = {source(2 * i), source(2 * i + 1)};
+    const auto pair = cutlass::NumericArrayConverter<To, float, 2>{}(from);
+    words(i) = reinterpret_cast<const uint32_t&>(pair);
+  }
 }
 
 }  // namespace flash_cute

@@ -18,17 +18,26 @@ struct BlockRange {
   CUTE_DEVICE bool contains(int block) const { return begin <= block && block < end; }
 };
 
-template <MaskKind kKind>
+// A row is a query.
+struct RowIsQuery {
+  static CUTE_DEVICE int query(int row) { return row; }
+};
+
+// `Rows` tells which query a row stands for; of two rows the later one's is no earlier.
+template <MaskKind kKind, class Rows = RowIsQuery>
 class Mask {
  public:
-  CUTE_DEVICE Mask(const FwdParams& params, Sequence sequence)
-      : len_k_(sequence.len_k), band_begin_(params.band_begin), band_end_(params.band_end) {}
+  CUTE_DEVICE Mask(const FwdParams& params, Sequence sequence, Rows rows = {})
+      : len_k_(sequence.len_k),
+        band_begin_(params.band_begin),
+        band_end_(params.band_end),
+        rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {
-    return kKind == MaskKind::kFull ? 0 : cute::max(0, row + band_begin_);
+    return kKind == MaskKind::kFull ? 0 : cute::max(0, rows_.query(row) + band_begin_);
   }
   CUTE_DEVICE int end(int row) const {
-    return kKind == MaskKind::kFull ? len_k_ : cute::min(len_k_, row + band_end_);
+    return kKind == MaskKind::kFull ? len_k_ : cute::min(len_k_, rows_.query(row) + band_end_);
   }
 
   // The key blocks of which any of the rows [row_begin, row_end) sees a key; empty (end <= begin)
@@ -42,24 +51,35 @@ class Mask {
     return {(begin(row_end - 1) + block_n - 1) / block_n, cute::max(0, end(row_begin)) / block_n};
   }
 
-  // Sets the scores outside each row's interval to -inf. `scores` and `coords` (row and key of each
-  // score within the tile) have the same (rows, columns) layout; the tile begins at (row_origin,
-  // key_origin).
-  template <class Scores, class Coords>
-  CUTE_DEVICE void apply(Scores& scores, const Coords& coords, int row_origin,
-                         int key_origin) const {
+  // Sets the scores outside each row's interval to -inf. `scores` are a thread's, `coords` (row and
+  // key of each score within the tile of `rows` x `keys`) in the same (rows, columns) layout, and
+  // `offsets` those of thread 0, which are constants; the tile begins at (row_origin, key_origin).
+  template <class Scores, class Coords, class Offsets>
+  CUTE_DEVICE void apply(Scores& scores, const Coords& coords, const Offsets& offsets,
+                         int row_origin, int rows, int key_origin, int keys) const {
     // Few blocks need this: what is computed on the way must not cost the others registers.
     row_origin = platform::computed_here(row_origin);
-    CUTE_UNROLL
-    for (int r = 0; r < cute::size<0>(scores); ++r) {
-      const int row = row_origin + cute::get<0>(coords(r, 0));
-      const int row_begin = begin(row) - key_origin;
-      const int row_end = end(row) - key_origin;
+    const int first_row = row_origin + cute::get<0>(coords(0, 0));
+    const int first_key = key_origin + cute::get<1>(coords(0, 0));
+    // Each of the two edges costs a test of every score, so only where it crosses the tile.
+    if (end(row_origin) < key_origin + keys) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) {
-        const int key = cute::get<1>(coords(r, c));
-        if (key >= row_end || (kKind == MaskKind::kBanded && key < row_begin))
-          scores(r, c) = -INFINITY;
+      for (int r = 0; r < cute::size<0>(scores); ++r) {
+        const int row_end = end(first_row + cute::get<0>(offsets(r, 0))) - first_key;
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) {
+          if (cute::get<1>(offsets(r, c)) >= row_end) scores(r, c) = -INFINITY;
+        }
+      }
+    }
+    if (kKind == MaskKind::kBanded && begin(row_origin + rows - 1) > key_origin) {
+      CUTE_UNROLL
+      for (int r = 0; r < cute::size<0>(scores); ++r) {
+        const int row_begin = begin(first_row + cute::get<0>(offsets(r, 0))) - first_key;
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) {
+          if (cute::get<1>(offsets(r, c)) < row_begin) scores(r, c) = -INFINITY;
+        }
       }
     }
   }
@@ -68,6 +88,7 @@ class Mask {
   int len_k_;
   int band_begin_;
   int band_end_;
+  Rows rows_;
 };
 
 }  // namespace flash_cute

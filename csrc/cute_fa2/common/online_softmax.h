@@ -14,7 +14,9 @@ namespace flash_cute {
 // last raised: it follows the maximum only where a weight would exceed 2^kSlack, as each rise costs
 // a rescaling of O. The four lanes of a quad share each row: the reference is that of the whole
 // row, the sum that of the lane's own columns until `finish`.
-template <int kRows>
+//
+// Without kAnyScale, scales for which FwdParams::subtract_max_first holds are left to others.
+template <int kRows, bool kAnyScale = true>
 class OnlineSoftmax {
  public:
   CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params) : params_(params) {
@@ -29,6 +31,15 @@ class OnlineSoftmax {
   // weighted sum of V so far, where the reference rises. Both are matrices of (kRows, columns).
   template <class Scores, class Out>
   CUTE_DEVICE void step(Scores& scores, Out& out) {
+    if (raise(scores)) rescale(out);
+    weigh(scores);
+  }
+
+  // The three parts of a step, for those who have something else to do in between. `raise` lets
+  // the references follow the block's maxima; where it returns true (for the whole warp), what was
+  // summed up before is to be rescaled before anything is added to it.
+  template <class Scores>
+  CUTE_DEVICE bool raise(const Scores& scores) {
     float row_max[kRows];
     bool rises = false;
     CUTE_UNROLL
@@ -36,33 +47,43 @@ class OnlineSoftmax {
       row_max[r] = reference_[r];
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
-      row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 2));
-      row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 1));
       rises |= is_rise(r, row_max[r]);
     }
 
     // Each row decides for itself, so that its result does not depend on its neighbours; the warp
-    // decides together whether there is anything to do.
-    if (platform::any_in_warp(rises)) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const float reference = is_rise(r, row_max[r]) ? row_max[r] : reference_[r];
-        const float rescale =
-            platform::exp2((reference_[r] - finite(reference)) * params_.scale_log2);
-        reference_[r] = reference;
-        sum_[r] *= rescale;
-        CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale;
-      }
+    // decides together whether there is anything to do. A lane's own columns tell whether there
+    // is; how far a row rises, its four lanes find together.
+    if (!platform::any_in_warp(rises)) return false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 2));
+      row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 1));
+      const float reference = is_rise(r, row_max[r]) ? row_max[r] : reference_[r];
+      rescale_[r] = platform::exp2((reference_[r] - finite(reference)) * params_.scale_log2);
+      reference_[r] = reference;
+      sum_[r] *= rescale_[r];
     }
+    return true;
+  }
 
+  template <class Out>
+  CUTE_DEVICE void rescale(Out& out) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale_[r];
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void weigh(Scores& scores) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       // c s - c m is one fused multiply-add a score. It errs by the rounding of c m alone, by the
       // same amount for the whole row, which the sum takes out again; but where c is so large that
       // this amount could overflow, m goes first.
       float scaled_reference = finite(reference_[r]) * params_.scale_log2;
-      if (params_.subtract_max_first) {
+      if (kAnyScale && params_.subtract_max_first) {
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= finite(reference_[r]);
         scaled_reference = 0.f;
@@ -114,6 +135,7 @@ class OnlineSoftmax {
 
   float reference_[kRows];
   float sum_[kRows];
+  float rescale_[kRows];     // of the last raise
   const FwdParams& params_;  // read where needed: a constant-bank operand costs no register
 };
 

@@ -107,10 +107,11 @@ struct FwdMainloop {
       auto scores = as_matrix(tSrS);  // (rows, columns)
       auto out = as_matrix(tOrO);     // (rows, columns)
       if (!unmasked.contains(n_block)) {
-        auto thread_mma = mma.get_slice(platform::computed_here(thread));
-        auto tScS = as_matrix(thread_mma.partition_C(  // (rows, columns) -> (row, key)
-            make_identity_tensor(ShapeS{})));
-        mask.apply(scores, tScS, row0, n_block * kBlockN);
+        auto coords = [&](int of_thread) {  // (rows, columns) -> (row, key)
+          return as_matrix(mma.get_slice(of_thread).partition_C(make_identity_tensor(ShapeS{})));
+        };
+        mask.apply(scores, coords(platform::computed_here(thread)), coords(0), row0,
+                   Traits::kBlockM, n_block * kBlockN, kBlockN);
       }
       softmax.step(scores, out);
 

@@ -1,0 +1,21 @@
+// What an SM90 kernel is launched with.
+#pragma once
+
+#include <cuda.h>
+
+#include "params.h"
+#include "sm90/query_rows.h"
+#include "sm90/schedule.h"
+
+namespace flash_cute::sm90 {
+
+struct Arguments {
+  CUtensorMap q;  // boxes of (queries of a consumer, heads of a group, a strip of the head dim)
+  CUtensorMap k;  // boxes of (kBlockN, a strip)
+  CUtensorMap v;  // as k
+  FwdParams params;
+  QueryRows rows;
+  Schedule schedule;
+};
+
+}  // namespace flash_cute::sm90

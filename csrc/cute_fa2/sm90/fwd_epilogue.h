@@ -1,0 +1,74 @@
+// What a finished tile leaves in global memory: O and the log-sum-exp, straight from registers.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/layout.h"
+#include "common/schedule.h"
+#include "sm90/arguments.h"
+#include "sm90/hopper.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits>
+struct FwdEpilogue {
+  using ElementOut = typename Traits::ElementOut;
+
+  // tOrO  ((2, 2, kHeadDimV / 8), 1, 1), normalised
+  // lse   (2), of the thread's two rows, the same for the four lanes of a quad
+  // row0  the consumer's first query row, of which `rows_q` exist
+  template <class Out, class Lse>
+  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int row0, int rows_q,
+                              int len_q, const Out& tOrO, const Lse& lse) {
+    using namespace cute;
+    const FwdParams& params = arguments.params;
+    const int thread = hopper::thread_in_warpgroup();
+    const int lane_in_quad = thread % 4;
+    auto words = make_tensor<uint32_t>(  // two columns each: (2, kHeadDimV / 8)
+        Int<decltype(size(tOrO))::value / 2>{});
+    convert_to_words<ElementOut>(tOrO, words);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int row_in_tile = thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+      const int row = row0 + row_in_tile;
+      const bool exists = row_in_tile < rows_q && arguments.rows.is_head(row);
+      const int query = arguments.rows.query(row);
+      const int64_t head = arguments.rows.head(tile.head, row);
+      if (exists && lane_in_quad == 0) {
+        params.lse[(int64_t{tile.batch} * params.heads_q + head) * len_q + query] = lse(r);
+      }
+      auto* out = static_cast<ElementOut*>(params.out.data) + tile.batch * params.out.stride_batch +
+                  head * params.out.stride_head + query * params.out.stride_row;
+      // A lane holds two columns of every eight. Four lanes trade, for each of them to have eight
+      // columns that lie together: 16 bytes.
+      CUTE_UNROLL
+      for (int column = 0; column < Traits::kHeadDimV; column += 32) {
+        uint32_t chunk[4];
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) chunk[i] = words(2 * (column / 8 + i) + r);
+        transpose_in_quad(chunk, lane_in_quad);
+        const int first = column + 8 * lane_in_quad;
+        if (exists && first < params.head_dim) {
+          *reinterpret_cast<uint4*>(out + first) =
+              make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+        }
+      }
+    }
+  }
+
+ private:
+  // Word i of lane j becomes word j of lane i.
+  static CUTE_DEVICE void transpose_in_quad(uint32_t (&words)[4], int lane) {
+    exchange(words[0], words[1], lane & 1, 1);
+    exchange(words[2], words[3], lane & 1, 1);
+    exchange(words[0], words[2], lane & 2, 2);
+    exchange(words[1], words[3], lane & 2, 2);
+  }
+  // The lower lane's `b` for the upper lane's `a`.
+  static CUTE_DEVICE void exchange(uint32_t& a, uint32_t& b, bool is_upper, int lane_mask) {
+    const uint32_t other = hopper::shuffle_xor(is_upper ? a : b, lane_mask);
+    (is_upper ? a : b) = other;
+  }
+};
+
+}  // namespace flash_cute::sm90

@@ -1,0 +1,79 @@
+// What Hopper adds below CuTe's layouts, by name: barriers in shared memory that count bytes, bulk
+// tensor copies (TMA), barriers among some of a block's warps, registers that change hands. The
+// SM90 kernels use nothing of the kind by any other way.
+#pragma once
+
+#include <cuda.h>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/config.hpp>
+
+namespace flash_cute::sm90::hopper {
+
+constexpr int kWarpgroup = 128;  // threads
+
+CUTE_DEVICE int warpgroup_index() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+}
+CUTE_DEVICE int thread_in_warpgroup() { return threadIdx.x % kWarpgroup; }
+// Of the whole block: the first thread; of a warp: its first lane.
+CUTE_DEVICE bool is_first_thread() { return threadIdx.x == 0; }
+CUTE_DEVICE bool is_first_lane() { return threadIdx.x % 32 == 0; }
+
+CUTE_DEVICE uint32_t shuffle_xor(uint32_t value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// A barrier in shared memory. Its phase is over, and the next begins, when `arrivals` threads have
+// arrived and the bytes expected in it have been copied. `wait` returns once the phase of that
+// parity is over; of a new barrier, the one before the first counts as over (parity 1).
+class Barrier {
+  using Impl = cutlass::arch::ClusterTransactionBarrier;
+
+ public:
+  CUTE_DEVICE void init(int arrivals) { Impl::init(&state_, arrivals); }
+  CUTE_DEVICE void arrive() { Impl::arrive(&state_); }
+  CUTE_DEVICE void arrive_and_expect(int bytes) { Impl::arrive_and_expect_tx(&state_, bytes); }
+  CUTE_DEVICE void wait(uint32_t parity) { Impl::wait(&state_, parity); }
+  CUTE_DEVICE uint64_t* state() { return &state_; }
+
+ private:
+  uint64_t state_;
+};
+
+// Makes initialised barriers known to the copy engine; a __syncthreads does so for the threads.
+CUTE_DEVICE void publish_barriers() { cutlass::arch::fence_barrier_init(); }
+
+// A box of a tensor to shared memory, in one thread's name. What lies outside of the tensor becomes
+// zeros. `arrival` is told of the bytes. The coordinates are those of make_tensor_map.
+CUTE_DEVICE void load_box(const CUtensorMap& map, void* target, Barrier& arrival, int column,
+                          int in_group, int row, int head, int batch) {
+  cute::SM90_TMA_LOAD_5D::copy(&map, arrival.state(),
+                               static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                               target, column, in_group, row, head, batch);
+}
+CUTE_DEVICE void prefetch_map(const CUtensorMap& map) { cute::prefetch_tma_descriptor(&map); }
+
+// Two warpgroups meet at one of the block's sixteen barriers: one goes on at once, the other once
+// both are there.
+CUTE_DEVICE void arrive_at(int barrier) {
+  cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, static_cast<uint32_t>(barrier));
+}
+CUTE_DEVICE void wait_at(int barrier) {
+  cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, static_cast<uint32_t>(barrier));
+}
+
+// Registers of each of a warpgroup's threads, fewer and more.
+template <int kRegisters>
+CUTE_DEVICE void give_back_registers() {
+  cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
+}
+template <int kRegisters>
+CUTE_DEVICE void take_registers() {
+  cutlass::arch::warpgroup_reg_alloc<kRegisters>();
+}
+
+}  // namespace flash_cute::sm90::hopper

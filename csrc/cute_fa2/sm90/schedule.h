@@ -1,0 +1,79 @@
+// Which tiles a thread block works on, one after the other. There is one block for each
+// multiprocessor, and the tiles are dealt out in advance.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cute/config.hpp>
+
+#include "common/schedule.h"
+#include "params.h"
+#include "sm90/query_rows.h"
+
+namespace flash_cute::sm90 {
+
+// Tiles are numbered section by section, a section being some (batch, head) pairs whose K and V
+// stay in L2 together; within a section from the last query rows to the first, so that under a
+// causal mask the long tiles come before the short ones.
+class Schedule {
+ public:
+  static Schedule make(const FwdParams& params, const QueryRows& rows, MaskKind mask, int block_m,
+                       int multiprocessors) {
+    constexpr int64_t kSectionBytes = 16 << 20;  // of 50 MB L2
+    const int m_blocks = (rows.count(params.len_q) + block_m - 1) / block_m;
+    const int heads = rows.heads(params) * params.batch;
+    const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
+    // Equal tiles need no order but that of memory.
+    const int section =
+        mask == MaskKind::kFull
+            ? 1
+            : static_cast<int>(std::clamp<int64_t>(
+                  kSectionBytes / head_bytes * (params.heads_per_kv_head / rows.group()), 1,
+                  heads));
+    Schedule s;
+    s.tiles_ = m_blocks * heads;
+    s.blocks_ = std::min(s.tiles_, multiprocessors);
+    s.m_blocks_ = m_blocks;
+    s.full_sections_ = heads / section;
+    s.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
+    s.section_ = cutlass::FastDivmod(section);
+    s.last_section_ = cutlass::FastDivmod(std::max(1, heads % section));
+    s.heads_ = cutlass::FastDivmod(rows.heads(params));
+    return s;
+  }
+
+  int blocks() const { return blocks_; }
+
+  // Calls `work(tile)` for each of a block's tiles. Every other round runs backwards over the
+  // blocks: who had the longer tile has the shorter one next.
+  template <class Work>
+  CUTE_DEVICE void for_each_tile(int block, Work&& work) const {
+    CUTE_NO_UNROLL
+    for (int first = 0, round = 0; first < tiles_; first += blocks_, ++round) {
+      const int index = first + (round % 2 == 0 ? block : blocks_ - 1 - block);
+      if (index < tiles_) work(tile(index));
+    }
+  }
+
+ private:
+  CUTE_DEVICE TileCoord tile(int index) const {
+    int section, in_section, m, head_in_section, batch, head;
+    section_tiles_(section, in_section, index);
+    (section < full_sections_ ? section_ : last_section_)(m, head_in_section, in_section);
+    heads_(batch, head, section * section_.divisor + head_in_section);
+    return {m_blocks_ - 1 - m, head, batch};
+  }
+
+  int tiles_;
+  int blocks_;
+  int m_blocks_;
+  int full_sections_;
+  cutlass::FastDivmod section_tiles_;
+  cutlass::FastDivmod section_;       // heads of a section
+  cutlass::FastDivmod last_section_;  // heads of the last, where it is not whole
+  cutlass::FastDivmod heads_;
+};
+
+}  // namespace flash_cute::sm90

@@ -1,0 +1,76 @@
+// Tensor maps: how the copy engine knows a tensor.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+#include "params.h"
+
+namespace flash_cute::sm90 {
+
+// The driver's function, asked for by name, so that nothing links to libcuda.
+inline decltype(&cuTensorMapEncodeTiled) encode_tiled() {
+  static const auto function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                cudaEnableDefault, &result));
+#else
+    check_cuda(
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
+#endif
+    if (result != cudaDriverEntryPointSuccess || found == nullptr) {
+      throw std::runtime_error("flash_cute: the NVIDIA driver has no cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  return function;
+}
+
+// Boxes of `box_rows` rows and a strip of the columns of a (batch, heads, rows, head_dim) tensor of
+// 2-byte elements, permuted in shared memory as wgmma reads them. The map's dimensions are
+// (head_dim, heads of a group, rows, groups, batch), and a box has `box_group` heads; without
+// groups (1), the heads are the fourth. An expanded dimension counts once.
+inline CUtensorMap make_tensor_map(const TensorView<const void*>& view, DType dtype, int batch,
+                                   int heads, int group, int rows, int head_dim, int box_group,
+                                   int box_rows, int strip) {
+  struct Dimension {
+    int64_t stride;
+    int size;
+    int box;
+  };
+  const Dimension dimensions[5] = {{1, head_dim, strip},
+                                   {view.stride_head, group, box_group},
+                                   {view.stride_row, rows, box_rows},
+                                   {view.stride_head * group, heads / group, 1},
+                                   {view.stride_batch, batch, 1}};
+  cuuint64_t sizes[5], strides[5];
+  cuuint32_t box[5];
+  for (int i = 0; i < 5; ++i) {
+    const auto [stride, size, box_size] = dimensions[i];
+    sizes[i] = stride == 0 ? 1 : size;
+    strides[i] = stride == 0 ? 16 : 2 * stride;  // bytes
+    box[i] = box_size;
+  }
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encode_tiled()(
+      &map,
+      dtype == DType::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
+      const_cast<void*>(view.data), sizes, strides + 1, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      strip == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("flash_cute: the driver refused a tensor map (CUDA driver error " +
+                             std::to_string(static_cast<int>(result)) + ")");
+  }
+  return map;
+}
+
+}  // namespace flash_cute::sm90

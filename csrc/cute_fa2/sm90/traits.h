@@ -1,0 +1,87 @@
+// The types of one SM90 forward kernel: tile shapes, the matrix products of a warpgroup and the
+// shared-memory layouts that TMA writes and wgmma reads.
+#pragma once
+
+// Products with any multiple of 8 columns, not powers of 2 alone.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
+#include <cutlass/numeric_types.h>
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+#include "config.h"
+#include "params.h"
+#include "sm90/hopper.h"
+
+namespace flash_cute::sm90 {
+
+template <DType kDType, FwdSm90Config kConfig_>
+struct FwdTraits {
+  using Element = std::conditional_t<kDType == DType::kHalf, cutlass::half_t,
+                                     cutlass::bfloat16_t>;  // Q, K, V and P
+  using ElementOut = Element;
+
+  static constexpr FwdSm90Config kConfig = kConfig_;
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kHeadDimV = kConfig.head_dim;
+  static constexpr int kConsumers = kConfig.consumers;
+  static constexpr int kRows = 64;  // query rows of a consumer
+  static constexpr int kBlockM = kConfig.block_m();
+  static constexpr int kBlockN = kConfig.block_n;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr int kQStages = kConfig.q_stages;
+  static constexpr int kThreads = kConfig.threads();
+
+  using ShapeQ = cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>;
+  using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;
+  using ShapeVt = cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>;
+  using ShapeS = cute::Shape<cute::Int<kRows>, cute::Int<kBlockN>>;
+  using ShapeO = cute::Shape<cute::Int<kRows>, cute::Int<kHeadDimV>>;
+
+  // A consumer, one warpgroup, multiplies its 64 rows: S = Q K^T from shared memory, O += P V with
+  // P from the registers in which the softmax left it.
+  static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
+  static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
+  using MmaS = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                       cute::Shape<cute::Int<kRows>, cute::Int<kBlockN>, cute::_16>,
+                                       kMajorK, kMajorK>()));
+  using MmaO = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<
+          Element, Element, float, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDimV>, cute::_16>,
+          kMajorK, kMajorMN>()));
+  static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0);
+
+  // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, one TMA
+  // box each, whose 16-byte chunks are permuted among 8 neighbouring rows.
+  static constexpr int kStrip = kHeadDim % 64 == 0 ? 64 : 32;
+  template <cute::SM90::GMMA::Major kMajor>
+  using SmemAtom =
+      std::conditional_t<kStrip == 64, cute::SM90::GMMA::Layout_SW128_Atom<Element, kMajor>,
+                         cute::SM90::GMMA::Layout_SW64_Atom<Element, kMajor>>;
+  using SmemLayoutQ = decltype(cute::tile_to_shape(SmemAtom<kMajorK>{}, ShapeQ{}));
+  using SmemLayoutK = decltype(cute::tile_to_shape(SmemAtom<kMajorK>{}, ShapeK{}));
+  // V lies as K does; the product takes it as (kHeadDimV, kBlockN), the same elements: a strip's
+  // keys first, then the next strip.
+  using SmemLayoutVt = decltype(cute::tile_to_shape(SmemAtom<kMajorMN>{}, ShapeVt{},
+                                                    cute::Step<cute::_2, cute::_1>{}));
+
+  // "full" barriers say that a tile has arrived, "empty" ones that all its readers are done with
+  // it.
+  struct SharedMemory {
+    alignas(1024) Element q[kQStages][kConsumers][kRows * kHeadDim];
+    alignas(1024) Element k[kStages][kBlockN * kHeadDim];
+    alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
+    hopper::Barrier q_full[kQStages][kConsumers];
+    hopper::Barrier q_empty[kQStages][kConsumers];
+    hopper::Barrier k_full[kStages];
+    hopper::Barrier k_empty[kStages];
+    hopper::Barrier v_full[kStages];
+    hopper::Barrier v_empty[kStages];
+  };
+  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes());
+};
+
+}  // namespace flash_cute::sm90
