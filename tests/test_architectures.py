@@ -59,6 +59,19 @@ def test_bands(dtype, head_dim):
         assert_both_agree(*map(poisoned, inputs), **dict(zip(names, band, strict=True)))
 
 
+@pytest.mark.parametrize("group", [2, 3, 4, 5, 8, 33, 64, 65])
+def test_few_queries_of_a_group(group):
+    """The heads that share K and V are rows of one tile, as far as they fit."""
+    for len_q, is_causal in itertools.product((1, 2, 5, 17, 64, 100, 191), (False, True)):
+        inputs = gpu_inputs(2, 2 * group, len_q, 64, heads_kv=2, len_k=300)
+        assert_both_agree(*map(poisoned, inputs), is_causal)
+        band = {"window_left": 70, "window_right": 3, "diagonal_offset": 100}
+        assert_both_agree(*inputs, **band)
+    q, k, v = gpu_inputs(2, 2 * group, 3, 96, heads_kv=2, len_k=200)
+    assert_both_agree(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, True)
+    assert_both_agree(q[:, :1].expand(q.shape), k, v, True)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_more_tiles_than_multiprocessors(head_dim, is_causal):

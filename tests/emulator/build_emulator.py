@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import operator
 import os
 import subprocess
 import sys
@@ -43,6 +44,10 @@ template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm80(const FwdParams&, int, int, cudaStream_t) {{
   throw std::runtime_error("this kernel was left out of the build");
 }}
+template <DType kDType, int kHeadDim, MaskKind kMask>
+void launch_fwd_sm90(const FwdParams&, int, int, cudaStream_t) {{
+  throw std::runtime_error("this kernel was left out of the build");
+}}
 {instantiations}
 }}  // namespace flash_cute
 """
@@ -53,9 +58,11 @@ class Library:
     """Kernels to emulate: those of `sources`, a folder in the checkout."""
 
     name: str = "kernels"
+    arch: int = 80
     sources: str = SOURCES
     head_dims: Sequence[int] = variants.ALL_HEAD_DIMS
     dtypes: Sequence[str] = tuple(variants.DTYPES)
+    masks: Sequence[str] = tuple(variants.MASKS)  # sm90's, each of which has a file
     debug: bool = False  # for a debugger
 
     @property
@@ -69,8 +76,11 @@ class Library:
     def generate(self) -> tuple[list[str], list[str]]:
         """Writes the generated sources; returns the kernels' and the others."""
         folder = Path(self.folder, "variants")
-        everything = variants.generate(ROOT / folder, self.head_dims)
-        kernels = [f for f in everything if f.stem.rsplit("_", 1)[1] in self.dtypes]
+        everything = variants.generate(ROOT / folder, self.head_dims, sm90=self.arch == 90)
+        chosen = (f"sm{self.arch}",), self.dtypes, self.masks
+        # fwd_<arch>_hdim<n>_<dtype>, of sm90 with _<mask>
+        names = {f: f.stem.split("_")[1:2] + f.stem.split("_")[3:] for f in everything}
+        kernels = [f for f in everything if all(map(operator.contains, chosen, names[f]))]
         absent = [f for f in everything if f not in kernels]
         lines = [
             line
@@ -103,8 +113,11 @@ def write_ninja(libraries: Iterable[Library]) -> str:
     includes += ["-isystem", f"{cuda_include}/cccl", "-isystem", f"{links['boost']}/include"]
     cxx = [compiler, "-std=c++20", "-fPIC", "-fvisibility=hidden", *includes]
     cxx += ["-Wall", '-DFLASH_CUTE_ARCHS="emulated"']
+    kernel = [*cxx, "-include", f"{MACHINE}/device_intrinsics.h"]
+    # Registers are seen now as elements, now as words, by CUTLASS too.
+    kernel += ["-fno-strict-aliasing", "-Wno-array-bounds"]
     # Each plain access to memory becomes a call of ours (machine.cpp); libtsan is not linked.
-    kernel = [*cxx, "-fsanitize=thread"]
+    kernel += ["-fsanitize=thread", "-fno-threadsafe-statics"]
     fill_variables = "-ftrivial-auto-var-init=pattern"  # which gcc has from 12 on, clang from 8
     if "unrecognized" not in output_of([compiler, fill_variables, "-x", "c++", "-E", os.devnull]):
         kernel.append(fill_variables)

@@ -14,6 +14,9 @@ class Epoch {
   Epoch() = default;
   Epoch(int thread, uint32_t clock) : bits_(clock << kThreadBits | static_cast<uint32_t>(thread)) {}
 
+  // What no clock has reached: still going on.
+  static Epoch never_ending(int thread) { return {thread, ~0u >> kThreadBits}; }
+
   explicit operator bool() const { return bits_ != 0; }
   bool operator==(const Epoch&) const = default;
   int thread() const { return static_cast<int>(bits_ & ((1u << kThreadBits) - 1)); }
@@ -32,6 +35,9 @@ class Clocks {
   void advance(int owner) { ++heard_[owner]; }
   void join(const Clocks& other) {
     for (size_t i = 0; i < heard_.size(); ++i) heard_[i] = std::max(heard_[i], other.heard_[i]);
+  }
+  void hear(Epoch epoch) {
+    heard_[epoch.thread()] = std::max(heard_[epoch.thread()], epoch.clock());
   }
   Epoch epoch(int owner) const { return {owner, heard_[owner]}; }
   // Whether what happened at `epoch` happened before all that the owner does from now on.

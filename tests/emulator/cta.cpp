@@ -2,9 +2,11 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdarg>
 #include <cstdio>
+#include <iterator>
 #include <new>
 
 namespace flash_cute::emulator {
@@ -31,6 +33,9 @@ std::string Cta::run(int block) {
   failure_.clear();
   shared.reset(launch_.shared_bytes);
   barriers_.clear();
+  mbarriers.reset();
+  tensor_copies.reset();
+  warpgroups.reset(launch_.threads);
   warps_.assign(launch_.threads / 32, Warp{});
   for (Warp& warp : warps_) warp.runnable = ~0u;
   random_ = (launch_.seed + 1) * 0x9e3779b97f4a7c15u ^ (block + 1) * 0xd1342543de82ef95u;
@@ -44,12 +49,13 @@ std::string Cta::run(int block) {
     char* stack_end = stack + Thread::kStackBytes;
     thread.stack = reinterpret_cast<uintptr_t>(stack);
     thread.context = make_fcontext(stack_end, Thread::kStackBytes, &Cta::enter);
-    thread.clocks.reset(launch_.threads);
+    thread.clocks.reset(clock_entries());
+    thread.waits_for = nullptr;
     thread.clocks.advance(i);
     thread.copy_group = 0;
     thread.copies.clear();
   }
-  resume(*pick());
+  resume(*next());
   conflicts.finish();
   return failure_;
 }
@@ -66,9 +72,10 @@ void Cta::enter(transfer_t from) {
   Thread& thread = *running;
   Cta& cta = *thread.cta;
   cta.launch_.kernel(cta.launch_.params, cta.shared.data());
+  cta.warpgroups.check_done(thread);
   thread.done = true;
   cta.warps_[thread.index / 32].runnable &= ~(1u << thread.index % 32);
-  --cta.alive_;
+  if (--cta.alive_ == 0) cta.tensor_copies.check_done(cta);
   cta.switch_from(thread);
 }
 
@@ -96,15 +103,27 @@ Thread* Cta::pick() {
   return nullptr;
 }
 
+// When copies arrive is for the seed to decide: soon, late, or when nobody can go on without.
+Thread* Cta::next() {
+  constexpr uint32_t kChances[] = {0x20000000u, 0x01000000u, 0u};  // of 2^32
+  const uint32_t chance = kChances[launch_.seed % std::size(kChances)];
+  while (true) {
+    if (tensor_copies.under_way() && random() < chance) tensor_copies.land(*this, random());
+    if (Thread* thread = pick()) return thread;
+    if (!tensor_copies.under_way()) return nullptr;
+    tensor_copies.land(*this, random());
+  }
+}
+
 void Cta::switch_from(Thread& thread) {
-  Thread* next = pick();
-  if (next == &thread) return;
-  if (!next) {
+  Thread* to = next();
+  if (to == &thread) return;
+  if (!to) {
     if (alive_ > 0) failure_ = deadlock();
     jump_fcontext(scheduler_, nullptr);  // for good
   }
-  running = next;
-  const transfer_t back = jump_fcontext(next->context, &thread.context);
+  running = to;
+  const transfer_t back = jump_fcontext(to->context, &thread.context);
   *static_cast<boost::context::detail::fcontext_t*>(back.data) = back.fctx;
 }
 
@@ -115,29 +134,42 @@ void Cta::wait(Thread& thread, const char* at, const void* code) {
   switch_from(thread);
 }
 
-void Cta::barrier(Thread& thread, int id, int count, const void* code) {
+void Cta::barrier(Thread& thread, int id, int count, const void* code, bool waits) {
+  if (id < 0 || id > 15) emulator::fail(thread, code, "names barrier %d, of 0 to 15", id);
   Barrier& barrier = barriers_[id];
-  if (barrier.waiting.empty()) {
+  if (barrier.arrived == 0) {
     barrier.count = count;
-    barrier.clocks.reset(launch_.threads);
+    barrier.clocks.reset(clock_entries());
+    barrier.has_arrived.assign(launch_.threads, false);
   } else if (barrier.count != count) {
     emulator::fail(thread, code, "waits for %d threads at barrier %d, where others wait for %d",
                    count, id, barrier.count);
   }
+  if (barrier.has_arrived[thread.index]) {
+    emulator::fail(thread, code, "comes to barrier %d again before the others have", id);
+  }
+  barrier.has_arrived[thread.index] = true;
   barrier.clocks.join(thread.clocks);
-  barrier.waiting.push_back(&thread);
-  const bool last = static_cast<int>(barrier.waiting.size()) == count;
+  if (waits) {
+    barrier.waiting.push_back(&thread);
+  } else {
+    thread.clocks.advance(thread.index);
+  }
+  const bool last = ++barrier.arrived == count;
   if (last) {
     for (Thread* other : barrier.waiting) {
       other->clocks.join(barrier.clocks);
       other->clocks.advance(other->index);
-      warps_[other->index / 32].runnable |= 1u << other->index % 32;
+      wake(*other);
     }
     barrier.waiting.clear();
+    barrier.arrived = 0;
     if (id == 0) ++counters.block_barriers;
     switch_from(thread);
-  } else {
+  } else if (waits) {
     wait(thread, "a barrier", code);
+  } else {
+    switch_from(thread);
   }
 }
 
@@ -165,20 +197,25 @@ void Cta::fail(std::string what) {
 }
 
 std::string Cta::deadlock() const {
-  const Thread* shown[2] = {};
+  constexpr size_t kShown = 8;
+  std::vector<const Thread*> shown;  // one for each place and barrier
   int done = 0;
   for (const Thread& thread : threads_) {
     done += thread.done;
     if (thread.done) continue;
-    if (!shown[0]) shown[0] = &thread;
-    if (thread.waits_in != shown[0]->waits_in && !shown[1]) shown[1] = &thread;
+    auto same = [&](const Thread* other) {
+      return other->waits_in == thread.waits_in && other->waits_for == thread.waits_for;
+    };
+    if (std::none_of(shown.begin(), shown.end(), same) && shown.size() < kShown) {
+      shown.push_back(&thread);
+    }
   }
   std::string text = "block " + std::to_string(block_) + ": every thread waits or is done (" +
                      std::to_string(done) + " are)";
   for (const Thread* thread : shown) {
-    if (!thread) continue;
     text += ", thread " + std::to_string(thread->index) + " for " + thread->waits_at + " " +
             place(thread->waits_in);
+    if (thread->waits_for) text += " (" + mbarriers.describe(*thread) + ")";
   }
   return text;
 }

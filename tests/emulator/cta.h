@@ -12,7 +12,10 @@
 #include "clocks.h"
 #include "counters.h"
 #include "machine.h"
+#include "mbarrier.h"
 #include "shared_memory.h"
+#include "tensor_copy.h"
+#include "warpgroup.h"
 
 namespace flash_cute::emulator {
 
@@ -47,9 +50,11 @@ struct Thread {
   uintptr_t stack;  // its lowest address
   boost::context::detail::fcontext_t context;
   Clocks clocks;
-  const char* waits_at;  // what it waits for, while it does
-  const void* waits_in;  // where in the code
-  int64_t copy_group;    // the one that its copies join until the next commit
+  const char* waits_at;       // what it waits for, while it does
+  const void* waits_in;       // where in the code
+  const MBarrier* waits_for;  // the barrier in shared memory, if that is what it waits for
+  uint32_t parity;            // of the phase
+  int64_t copy_group;         // the one that its copies join until the next commit
   std::deque<PendingCopy> copies;
 };
 
@@ -73,8 +78,9 @@ class Cta {
   const Launch& launch() const { return launch_; }
 
   // For the running thread. Waits until `count` threads have come to the barrier; all that any of
-  // them did before is then ordered before all that any of them does after.
-  void barrier(Thread& thread, int id, int count, const void* code);
+  // them did before is then ordered before all that those who wait do after. Some may go on without
+  // waiting.
+  void barrier(Thread& thread, int id, int count, const void* code, bool waits = true);
   // For the running thread: waits until all lanes of its warp have come with operands of their own,
   // upon which `complete` does the work of all.
   using Complete = void (*)(Cta& cta, Thread* lane0, void* const (&operands)[32]);
@@ -82,13 +88,27 @@ class Cta {
                  const void* code);
   [[noreturn]] void fail(std::string what);
 
+  // For the running thread: lets others run until `wake` is called for it, or as they come.
+  void wait(Thread& thread, const char* at, const void* code);
+  void wake(Thread& thread) { warps_[thread.index / 32].runnable |= 1u << thread.index % 32; }
+  void yield(Thread& thread) { switch_from(thread); }
+
+  // Clocks have an entry for each thread, and some for the copy engine.
+  int clock_entries() const { return launch_.threads + kEngineClocks; }
+  static constexpr int kEngineClocks = 32;
+
   SharedMemory shared;
+  MBarriers mbarriers;
+  TensorCopies tensor_copies;
+  Warpgroups warpgroups;
   BankConflicts conflicts;
   Counters counters{};
 
  private:
   struct Barrier {
     int count = 0;
+    int arrived = 0;
+    std::vector<bool> has_arrived;
     std::vector<Thread*> waiting;
     Clocks clocks;
   };
@@ -103,8 +123,8 @@ class Cta {
   static void enter(boost::context::detail::transfer_t from);
   uint32_t random();
   Thread* pick();                    // one that can run; none when all wait
+  Thread* next();                    // likewise, while copies arrive
   void switch_from(Thread& thread);  // to another; returns when it is this one's turn again
-  void wait(Thread& thread, const char* at, const void* code);
   void resume(Thread& thread);
   std::string deadlock() const;
 

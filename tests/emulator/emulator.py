@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import math
 import os
 import re
@@ -42,6 +43,8 @@ class Counters(ctypes.Structure):
         ("global_writes", ctypes.c_int64),
         ("block_barriers", ctypes.c_int64),
         ("mma", ctypes.c_int64),
+        ("box_bytes", ctypes.c_int64),
+        ("products", ctypes.c_int64),
     ]
 
     def __repr__(self) -> str:
@@ -69,6 +72,8 @@ class _Forward(ctypes.Structure):
         ("window_right", ctypes.c_int64),
         ("diagonal_offset", ctypes.c_int64),
         ("smem_limit", ctypes.c_int64),
+        ("arch", ctypes.c_int64),
+        ("multiprocessors", ctypes.c_int64),
         ("seed", ctypes.c_uint64),
     ]
 
@@ -91,10 +96,12 @@ def _as_c(x: Tensor) -> _Tensor:
 class Emulator:
     """The kernels of one library (build_emulator.py)."""
 
-    def __init__(self, path: Path, workers: int | None = None) -> None:
+    def __init__(self, path: Path, workers: int | None = None, arch: int = 80) -> None:
         self.path = path
+        self.arch = arch
         self.workers = workers or len(os.sched_getaffinity(0))  # blocks that run side by side
         self._library = ctypes.CDLL(str(path))
+        self._library.describe_build.restype = ctypes.c_char_p
 
     def forward(
         self,
@@ -107,10 +114,12 @@ class Emulator:
         window_right: int = -1,
         diagonal_offset: int = 0,
         smem_limit: int = 0,
+        multiprocessors: int = 0,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor, Counters]:
         """Output, LSE, and what was counted. The tile is that of a device with `smem_limit` bytes
-        of shared memory; threads take turns in an order that `seed` decides.
+        of shared memory; threads take turns in an order that `seed` decides. A device of fewer than
+        64 `multiprocessors` has that many thread blocks of the SM90 kernels.
         """
         rows = [_readable_rows(x) for x in (q, k, v)]
         out = poisoned(torch.full_like(rows[0], math.nan))
@@ -125,10 +134,18 @@ class Emulator:
             window_right,
             diagonal_offset,
             smem_limit,
+            self.arch,
+            multiprocessors,
             seed,
         )
         counters = self._call(self._library.emulate_forward, ctypes.byref(call))
         return out[..., : q.shape[3]], lse, counters
+
+    def tile(self, head_dim: int) -> dict[str, Any]:
+        """The row of the tile table that serves heads of that many elements."""
+        tiles = json.loads(self._library.describe_build())["tiles"]
+        mine = [tile for tile in tiles if tile["arch"] == f"sm{self.arch}"]
+        return next(tile for tile in mine if tile["head_dim"] >= head_dim)
 
     def small(self, name: str, x: Tensor, seed: int = 0) -> tuple[Tensor, Counters]:
         """The output of the kernel of that name in small_kernels.cpp, and what was counted."""

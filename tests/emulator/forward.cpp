@@ -2,17 +2,31 @@
 // what it asks of CUDA.
 #include <cuda_runtime_api.h>
 
+#include <cstring>
+
 #include "dispatch.h"
 #include "launch.h"
+#include "tensor_copy.h"
 
 using namespace flash_cute;
 using emulator::GlobalMemory;
 
 extern "C" {
 
-// What dispatch.cpp asks of CUDA. The device lends what an H100 lends to a block.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 227 * 1024;
+// What the launch code asks of CUDA. Device n is an H100 of n multiprocessors, device 0 a whole
+// one.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor         ? 9
+           : attribute == cudaDevAttrMultiProcessorCount          ? (device == 0 ? 132 : device)
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
+                                                                  : 0;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned int,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* result) {
+  *function = std::strcmp(name, "cuTensorMapEncodeTiled") ? nullptr : emulator::encode_tensor_map();
+  *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {
@@ -37,8 +51,16 @@ struct CForward {
   double softmax_scale;
   int64_t window_left, window_right, diagonal_offset;
   int64_t smem_limit;
+  int64_t arch;
+  int64_t multiprocessors;
   uint64_t seed;
 };
+
+// JSON: what was built, and the tile table.
+__attribute__((visibility("default"))) const char* describe_build() {
+  static const std::string description = build_info();
+  return description.c_str();
+}
 
 // Returns 0, or 1 with a sentence in `error`. Counters are added to.
 __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
@@ -82,8 +104,8 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
                       {0, heads * rows * 4, rows * 4},
                       rows * 4});
   auto launch = [&] {
-    launch_fwd(params, call->is_half ? DType::kHalf : DType::kBFloat16, mask, call->smem_limit, 0,
-               0, nullptr);
+    launch_fwd(params, call->is_half ? DType::kHalf : DType::kBFloat16, mask, call->smem_limit,
+               call->arch, static_cast<int>(call->multiprocessors), nullptr);
   };
   return emulator::run_session(session, launch, counters, error, error_bytes);
 }

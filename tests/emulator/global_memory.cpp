@@ -62,8 +62,8 @@ std::string GlobalMemory::nearest(const void* address) const {
          ", which has " + std::to_string(row.end - row.begin);
 }
 
-std::string GlobalMemory::check_read(const void* address, int bytes) const {
-  if (!aligned(address, bytes)) return kMisaligned;
+std::string GlobalMemory::check_read(const void* address, int bytes, int alignment) const {
+  if (!aligned(address, alignment)) return kMisaligned;
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
   if (row->use == Use::kOutput) return "of the output " + name(*row) + ", which is not to be read";

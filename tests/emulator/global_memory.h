@@ -28,7 +28,10 @@ class GlobalMemory {
   void finish();  // after the last `add`
 
   // Nothing if `address` may be used so, else what is wrong with it.
-  std::string check_read(const void* address, int bytes) const;
+  std::string check_read(const void* address, int bytes) const {
+    return check_read(address, bytes, bytes);
+  }
+  std::string check_read(const void* address, int bytes, int alignment) const;
   std::string write(const void* address, int bytes);
 
   // What of the outputs nobody has written; nothing if all is there.

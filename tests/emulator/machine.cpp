@@ -166,8 +166,13 @@ template <bool kWrite>
 void touch(const void* address, int bytes, const void* code) {
   Thread* thread = running;
   if (!thread) return;  // launch code
-  if (reinterpret_cast<uintptr_t>(address) - thread->stack < Thread::kStackBytes) return;
   Cta& cta = *thread->cta;
+  if (reinterpret_cast<uintptr_t>(address) - thread->stack < Thread::kStackBytes) {
+    if (cta.warpgroups.in_flight(*thread)) {
+      cta.warpgroups.check_registers(*thread, address, bytes, kWrite, code);
+    }
+    return;
+  }
   if (cta.shared.contains(address)) {
     kWrite ? cta.shared.write(*thread, address, bytes, code)
            : cta.shared.read(*thread, address, bytes, code);

@@ -1,8 +1,8 @@
 // mma.sync.m16n8k16: one lane, the last to come, multiplies for its whole warp.
-#include <bit>
 #include <cstring>
 
 #include "cta.h"
+#include "operands.h"
 
 namespace flash_cute::emulator {
 namespace {
@@ -14,25 +14,6 @@ struct Operands {
   const uint32_t* b;
   const float* c;
 };
-
-float from_half(uint16_t bits) {
-  // The exponent's bias is 112 higher in fp32; the product is exact, denormals included.
-  const uint32_t sign = (bits & 0x8000u) << 16;
-  const float magnitude = std::bit_cast<float>((bits & 0x7fffu) << 13) * 0x1p112f;
-  const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | special | sign);
-}
-
-float from_bfloat16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
-
-template <int kCount>
-void widen(Operand type, const uint16_t* from, float* to) {
-  if (type == Operand::kHalf) {
-    for (int i = 0; i < kCount; ++i) to[i] = from_half(from[i]);
-  } else {
-    for (int i = 0; i < kCount; ++i) to[i] = from_bfloat16(from[i]);
-  }
-}
 
 // Lane l holds, in pairs of neighbours: of A (16 x 16) the columns 2 (l % 4) of row l / 4, then of
 // row l / 4 + 8, then both 8 columns further; of B (16 x 8) the rows 2 (l % 4) of column l / 4,
@@ -55,8 +36,8 @@ void multiply(Cta& cta, Thread*, void* const (&lanes)[32]) {
     std::memcpy(&d[row][pair], &lane.c[0], 8);
     std::memcpy(&d[row + 8][pair], &lane.c[2], 8);
   }
-  widen<16 * 16>(type, &a_bits[0][0], &a[0][0]);
-  widen<16 * 8>(type, &b_bits[0][0], &b[0][0]);
+  widen(type, &a_bits[0][0], &a[0][0], 16 * 16);
+  widen(type, &b_bits[0][0], &b[0][0], 16 * 8);
   for (int i = 0; i < 16; ++i) {
     for (int k = 0; k < 16; ++k) {
       for (int j = 0; j < 8; ++j) d[i][j] += a[i][k] * b[k][j];

@@ -28,6 +28,11 @@ TRAITS = "sm80/traits.h"
 COPY = "common/copy.h"
 MASK = "common/mask.h"
 SOFTMAX = "common/online_softmax.h"
+SM90_KERNEL = "sm90/fwd_kernel.h"
+SM90_MAINLOOP = "sm90/fwd_mainloop.h"
+SM90_EPILOGUE = "sm90/fwd_epilogue.h"
+SM90_TRAITS = "sm90/traits.h"
+SM90_MAP = "sm90/tensor_map.h"
 
 # What catches a fault, as regular expressions.
 RACE = "with no barrier in between"
@@ -35,6 +40,8 @@ UNFINISHED = "has not waited for"
 BOUNDS = "in no row of any tensor"
 WRONG = "out error"  # or the LSE's
 CONFLICTS = "bank conflicts"
+IN_USE = "which a product of warp .* (still reads|has read)"
+STUCK = "every thread waits"
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Fault:
     caught_by: str
     edits: Sequence[tuple[str, str, str]]  # file, text that stands there once, what takes its place
     head_dim: int = 64
+    arch: int = 80
 
     @property
     def library(self) -> Library:
@@ -50,8 +58,10 @@ class Fault:
         return Library(
             name=folder.removeprefix(f"{BUILD}/"),
             sources=f"{folder}/cute_fa2",
+            arch=self.arch,
             head_dims=(self.head_dim,),
             dtypes=("bf16",),
+            masks=("banded",),
         )
 
     def plant(self) -> Library:
@@ -131,7 +141,7 @@ FAULTS = [
     Fault(
         "causal edge off by one",
         WRONG,
-        [(MASK, "key >= row_end", "key > row_end")],
+        [(MASK, "offsets(r, c)) >= row_end", "offsets(r, c)) > row_end")],
     ),
     Fault(
         "first masked block left unmasked",
@@ -147,7 +157,7 @@ FAULTS = [
     Fault(
         "output not rescaled",
         WRONG,
-        [(SOFTMAX, "out(r, c) *= rescale;", "out(r, c) *= 1.f;")],
+        [(SOFTMAX, "out(r, c) *= rescale_[r];", "out(r, c) *= 1.f;")],
     ),
     Fault(
         "swizzle dropped where O is read",
@@ -257,8 +267,202 @@ FAULTS = [
 ]
 
 
+def of_sm90(
+    name: str,
+    caught_by: str,
+    file: str,
+    old: str,
+    new: str,
+    *more: tuple[str, str, str],
+    head_dim: int = 64,
+) -> Fault:
+    return Fault(f"sm90 {name}", caught_by, [(file, old, new), *more], head_dim, 90)
+
+
+SM90_FAULTS = [
+    of_sm90(
+        "K not waited for",
+        f"{RACE}|{UNFINISHED}",
+        SM90_MAINLOOP,
+        "smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived",
+        "",
+    ),
+    of_sm90(
+        "V not waited for",
+        f"{RACE}|{UNFINISHED}",
+        SM90_MAINLOOP,
+        "smem_.v_full[v_.stage].wait(v_.parity);             // V has arrived",
+        "",
+    ),
+    of_sm90(
+        "Q not waited for",
+        f"{RACE}|{UNFINISHED}",
+        SM90_MAINLOOP,
+        "smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived",
+        "",
+    ),
+    of_sm90(
+        "K released before it is read",
+        IN_USE,
+        SM90_MAINLOOP,
+        "hopper::wait_products<kInFlight>();",
+        "release(smem_.k_empty[k_.stage]); hopper::wait_products<kInFlight>();",
+        (
+            SM90_MAINLOOP,
+            "warpgroup_fence_operand(tSrS);\n      release(smem_.k_empty[k_.stage]);",
+            "warpgroup_fence_operand(tSrS);",
+        ),
+    ),
+    of_sm90(
+        "Q never released",
+        STUCK,
+        SM90_MAINLOOP,
+        "release(smem_.q_empty[q_.stage][index_]);",
+        "",
+    ),
+    of_sm90(
+        "one warp does not say that it is done with Q",
+        f"{STUCK}|{IN_USE}",
+        SM90_MAINLOOP,
+        "smem.q_empty[stage][i].init(kWarps);",
+        "smem.q_empty[stage][i].init(kWarps - 1);",
+    ),
+    of_sm90(
+        "empty K expected of one consumer alone",
+        f"{IN_USE}|{RACE}|{UNFINISHED}|has had its",
+        SM90_MAINLOOP,
+        "smem.k_empty[stage].init(kConsumers * kWarps);",
+        "smem.k_empty[stage].init(kWarps);",
+    ),
+    of_sm90(
+        "producer waits for the wrong parity",
+        f"{STUCK}|{IN_USE}",
+        SM90_MAINLOOP,
+        "smem_.v_empty[v_.stage].wait(v_.parity ^ 1);",
+        "smem_.v_empty[v_.stage].wait(v_.parity);",
+    ),
+    of_sm90(
+        "parity does not turn",
+        f"{STUCK}|{RACE}|{UNFINISHED}|{IN_USE}|has had its",
+        SM90_MAINLOOP,
+        "parity ^= 1;",
+        "",
+    ),
+    of_sm90(
+        "fewer bytes expected than come",
+        f"{RACE}|{UNFINISHED}|{STUCK}",
+        SM90_MAINLOOP,
+        "arrive_and_expect(sizeof smem_.k[0]);",
+        "arrive_and_expect(sizeof smem_.k[0] / 2);",
+    ),
+    of_sm90(
+        "scores read before they are there",
+        UNFINISHED,
+        SM90_MAINLOOP,
+        "finish_keys<1>(tSrS);",
+        "finish_keys<2>(tSrS);",
+    ),
+    of_sm90(
+        "P written while the product reads it",
+        UNFINISHED,
+        SM90_MAINLOOP,
+        "softmax.weigh(scores);",
+        "softmax.weigh(scores);\n          convert_to_words<Element>(tSrS, words);",
+    ),
+    of_sm90(
+        "product issued without a fence",
+        "no wgmma.fence",
+        SM90_MAINLOOP,
+        "warpgroup_fence_operand(tSrP);\n      hopper::begin_products();",
+        "warpgroup_fence_operand(tSrP);",
+    ),
+    of_sm90(
+        "scores added to those of the block before",
+        WRONG,
+        SM90_MAINLOOP,
+        "GMMA::ScaleOut::Zero",
+        "GMMA::ScaleOut::One",
+    ),
+    of_sm90(
+        "turn not passed",
+        STUCK,
+        SM90_MAINLOOP,
+        "multiply_values(tSrP, tOrO);\n          pass_turn();",
+        "multiply_values(tSrP, tOrO);",
+    ),
+    of_sm90(
+        "V of a skipped block kept",
+        f"{STUCK}|{RACE}|{UNFINISHED}|{WRONG}",
+        SM90_MAINLOOP,
+        "for (int i = 0; i < blocks; ++i) {",
+        "for (int i = 1; i < blocks; ++i) {",
+    ),
+    of_sm90(
+        "barriers not published",
+        "has not been told",
+        SM90_KERNEL,
+        "hopper::publish_barriers();",
+        "",
+    ),
+    of_sm90(
+        "barriers used before they are there",
+        "which nobody has initialised|initialised with no barrier",
+        SM90_KERNEL,
+        "platform::sync_block();",
+        "",
+    ),
+    of_sm90(
+        "map with another swizzle",
+        "refused a tensor map",
+        SM90_MAP,
+        "strip == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B",
+        "strip == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B",
+    ),
+    of_sm90(
+        "layout with another swizzle",
+        WRONG,
+        SM90_TRAITS,
+        "std::conditional_t<kStrip == 64,",
+        "std::conditional_t<kStrip != 64,",
+    ),
+    of_sm90(
+        "strips of V taken for keys",
+        WRONG,
+        SM90_TRAITS,
+        "cute::Step<cute::_2, cute::_1>{}",
+        "cute::Step<cute::_1, cute::_2>{}",
+        head_dim=128,
+    ),
+    of_sm90(
+        "lanes of a quad swapped",
+        WRONG,
+        SM90_EPILOGUE,
+        "exchange(words[1], words[3], lane & 2, 2);",
+        "exchange(words[3], words[1], lane & 2, 2);",
+    ),
+    of_sm90(
+        "rows past the last written",
+        BOUNDS,
+        SM90_EPILOGUE,
+        "row_in_tile < rows_q &&",
+        "row_in_tile <= rows_q &&",
+    ),
+    of_sm90(
+        "batches taken for heads",
+        f"{WRONG}|{BOUNDS}",
+        SM90_MAP,
+        "{view.stride_head * group, heads / group, 1},\n"
+        "                                   {view.stride_batch, batch, 1}",
+        "{view.stride_batch, batch, 1},\n"
+        "                                   {view.stride_head * group, heads / group, 1}",
+    ),
+]
+
+
 def what_catches(emulator: Emulator, head_dim: int) -> str:
     """The first objection to the kernels of this library; nothing if there is none."""
+    if emulator.arch == 90:
+        return what_catches_sm90(emulator, head_dim)
     ragged = head_dim - 24
     for seed, (len_q, len_k, columns, is_causal, scale) in enumerate(
         [
@@ -280,12 +484,27 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
     return ""
 
 
+def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
+    # Several tiles for each of few blocks, so that the rings go round.
+    for seed, (heads, heads_kv, len_q, len_k) in enumerate(
+        [(2, 1, 300, 500), (3, 3, 200, 70), (4, 1, 20, 300)]
+    ):
+        q, k, v = random_inputs(
+            2, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
+        )
+        try:
+            check(emulator, *map(poisoned, (q, k, v)), True, multiprocessors=2, seed=seed)
+        except AssertionError as error:  # of the machine, or of the comparison
+            return str(error)
+    return ""
+
+
 def main(part: str) -> int:
-    faults = [fault for fault in FAULTS if part in fault.name]
+    faults = [fault for fault in [*FAULTS, *SM90_FAULTS] if part in fault.name]
     libraries = build(*(fault.plant() for fault in faults))
     missed = 0
     for fault, library in zip(faults, libraries, strict=True):
-        objection = what_catches(Emulator(library), fault.head_dim)
+        objection = what_catches(Emulator(library, arch=fault.arch), fault.head_dim)
         missed += not re.search(fault.caught_by, objection)
         print(f"{fault.name}\n    {objection or 'NOT CAUGHT'}")
     print(f"{len(faults) - missed} of {len(faults)} caught")

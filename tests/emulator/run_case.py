@@ -24,26 +24,41 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, choices=(80, 90), default=80)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--len-q", type=int, default=150)
     parser.add_argument("--len-k", type=int, default=200)
     parser.add_argument("--heads", type=int, default=1)
+    parser.add_argument("--heads-kv", type=int, help="if there are fewer")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--scale", type=float)
     parser.add_argument("--seed", type=int, default=0, help="decides the order of threads")
-    parser.add_argument("--smem-limit", type=int, default=0, help="chooses the row of the table")
+    parser.add_argument("--smem-limit", type=int, default=0, help="chooses sm80's row of the table")
+    parser.add_argument("--multiprocessors", type=int, default=0, help="few: blocks of many tiles")
     parser.add_argument("--optimised", action="store_true", help="as the tests compile it")
     args = parser.parse_args()
 
     bucket = next(d for d in variants.ALL_HEAD_DIMS if d >= args.head_dim)
-    name = f"case/{'O2' if args.optimised else 'O0'}_{bucket}_{args.dtype}"
-    library = Library(name, head_dims=(bucket,), dtypes=(args.dtype,), debug=not args.optimised)
-    emulator = Emulator(build(library)[0], workers=1)
-    inputs = random_inputs(
-        1, args.heads, args.len_q, args.head_dim, len_k=args.len_k, dtype=DTYPES[args.dtype]
+    name = f"case/sm{args.arch}_{'O2' if args.optimised else 'O0'}_{bucket}_{args.dtype}"
+    library = Library(
+        name, args.arch, head_dims=(bucket,), dtypes=(args.dtype,), debug=not args.optimised
     )
-    options = {"seed": args.seed, "smem_limit": args.smem_limit}
+    emulator = Emulator(build(library)[0], workers=1, arch=args.arch)
+    inputs = random_inputs(
+        1,
+        args.heads,
+        args.len_q,
+        args.head_dim,
+        heads_kv=args.heads_kv,
+        len_k=args.len_k,
+        dtype=DTYPES[args.dtype],
+    )
+    options = {
+        "seed": args.seed,
+        "smem_limit": args.smem_limit,
+        "multiprocessors": args.multiprocessors,
+    }
     print(check(emulator, *map(poisoned, inputs), args.causal, args.scale, **options)[2])
 
 

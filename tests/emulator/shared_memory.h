@@ -40,6 +40,25 @@ class SharedMemory {
   void land_copy(const Thread& thread, void* target, const unsigned char* from, int bytes,
                  const void* code);
 
+  // What the copy engine brings, in chunks of 16 bytes: written at an epoch of its own.
+  static constexpr int kChunk = 16;
+  void land_chunk(uint32_t offset, const unsigned char* from, Epoch written, const void* code);
+
+  // A chunk that a warp's asynchronous product reads, in two parts: from its beginning nobody may
+  // write it, and the warp is done with it when it has waited for the product, at `read`.
+  class AsyncRead {
+   public:
+    AsyncRead(SharedMemory& memory, const Thread* lanes, const void* code);
+    const unsigned char* begin(uint32_t offset);
+
+   private:
+    SharedMemory& memory_;
+    const Thread* lanes_;
+    const void* code_;
+    Epoch seen_;  // the last that all lanes have heard of
+  };
+  void end_read(uint32_t offset, int warp, Epoch read, const void* code);
+
  private:
   // What is known of a few neighbouring bytes. Readers are remembered one for each of two warps:
   // whoever writes with no barrier behind them is in conflict with one of the two.
@@ -59,9 +78,17 @@ class SharedMemory {
   void check_exclusive(const Thread& thread, const char* verb, const void* address, int bytes,
                        const void* code);
 
+  static constexpr int kMaxWarps = 32;
+  // For each warp of the last asynchronous read of a chunk.
+  struct ChunkReads {
+    Epoch by_warp[kMaxWarps];
+    const void* code;
+  };
+
   unsigned char* data_;
   int bytes_ = 0;
   std::vector<Cell> cells_;
+  std::vector<ChunkReads> async_reads_;  // none, or for each chunk
 };
 
 }  // namespace flash_cute::emulator

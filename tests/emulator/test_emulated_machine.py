@@ -18,6 +18,11 @@ ALLOWED = {  # the lane or thread whose input each thread puts out: its own with
     "a copy that is waited for, and a barrier": 32,
     "a copy that is waited for is there for its thread": 0,
     "a wait for all groups but the newest": 0,
+    "warps that arrive at one barrier and wait at another": 32,
+    "a barrier in shared memory orders threads": 32,
+    "the phase before the first is over": 0,
+    "a box that is waited for": 0,
+    "registers that change hands": 0,
 }
 REFUSED = {
     "a warp's barrier does not order other warps": f"{RACE}|nobody has written",
@@ -43,6 +48,17 @@ REFUSED = {
     "lanes of a warp part ways": "while other lanes of its warp are at",
     "a barrier that some threads skip": "every thread waits or is done .1 are., thread",
     "threads expected differ at a barrier": "where others wait for|every thread waits",
+    "who arrives without waiting knows nothing of the others": f"{RACE}|nobody has written",
+    "two arrivals at a named barrier": "comes to barrier 1 again|every thread waits",
+    "a wait for the phase before": f"{RACE}|nobody has written",
+    "a barrier in shared memory that nobody initialised": "nobody has initialised",
+    "a barrier in shared memory, used before it is there": "nobody has initialised|no barrier in",
+    "an arrival too many": "whose phase has had its 1 arrivals",
+    "bytes that never come": "every thread waits .* lacks 0 of 64 arrivals and 1024 bytes",
+    "a box that is not waited for": f"{RACE}|{UNFINISHED}",
+    "a box to where others read": RACE,
+    "a box whose barrier the copy engine does not know": "has not been told",
+    "registers that nobody gives back": "every thread waits .* for registers",
 }
 SEEDS = pytest.mark.parametrize("seed", range(5))
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import build_emulator
 import pytest
+import torch
 from emulator import Emulator
-from plant_faults import FAULTS, what_catches
+from plant_faults import FAULTS, SM90_FAULTS, what_catches
+
+ALL_FAULTS = [*FAULTS, *SM90_FAULTS]
 
 
 @pytest.fixture(scope="module")
@@ -16,15 +19,16 @@ def planted() -> dict[str, Path]:
     reason = build_emulator.why_not()
     if reason:
         pytest.skip(reason)
-    paths = build_emulator.build(*(fault.plant() for fault in FAULTS))
-    return {fault.name: path for fault, path in zip(FAULTS, paths, strict=True)}
+    paths = build_emulator.build(*(fault.plant() for fault in ALL_FAULTS))
+    return {fault.name: path for fault, path in zip(ALL_FAULTS, paths, strict=True)}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", ALL_FAULTS, ids=lambda fault: fault.name)
 def test_is_caught(planted, fault):
-    objection = what_catches(Emulator(planted[fault.name]), fault.head_dim)
+    objection = what_catches(Emulator(planted[fault.name], arch=fault.arch), fault.head_dim)
     assert re.search(fault.caught_by, objection)
 
 
-def test_nothing_is_caught_where_no_fault_is(emulator):
+def test_nothing_is_caught_where_no_fault_is(emulator, hopper):
     assert [what_catches(emulator, head_dim) for head_dim in (64, 96)] == ["", ""]
+    assert [what_catches(hopper[torch.bfloat16], head_dim) for head_dim in (64, 128)] == ["", ""]

@@ -49,8 +49,8 @@ struct FwdEpilogue {
         transpose_in_quad(chunk, lane_in_quad);
         const int first = column + 8 * lane_in_quad;
         if (exists && first < params.head_dim) {
-          *reinterpret_cast<uint4*>(out + first) =
-              make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+          const uint4 columns = {chunk[0], chunk[1], chunk[2], chunk[3]};
+          *reinterpret_cast<uint4*>(out + first) = columns;
         }
       }
     }

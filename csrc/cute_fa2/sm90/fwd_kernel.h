@@ -26,39 +26,30 @@ struct FwdKernel {
     }
     platform::sync_block();  // the barriers are there, for all threads
 
-    const Schedule& schedule = arguments.schedule;
-    const int block = platform::block_index();
+    Schedule::Tiles tiles(platform::block_index());
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::give_back_registers<Traits::kConfig.producer_registers()>();
       if (hopper::is_first_thread()) {
         typename Mainloop::Producer producer(arguments, smem);
-        schedule.for_each_tile(block, [&](TileCoord tile) { producer.load_tile(tile); });
+        for (int i; arguments.schedule.has(i = tiles.next(arguments.schedule));) {
+          producer.load_tile(arguments.schedule.tile(i));
+        }
       }
     } else {
       hopper::take_registers<Traits::kConfig.consumer_registers()>();
       typename Mainloop::Consumer consumer(arguments, smem, warpgroup - 1);
-      schedule.for_each_tile(
-          block, [&](TileCoord tile) { consume(arguments, consumer, tile, warpgroup - 1); });
+      consumer.run(tiles, [&](int index, auto& softmax, auto& tOrO) {
+        using namespace cute;
+        const TileCoord tile = arguments.schedule.tile(platform::computed_here(index));
+        const int len_q = Sequence(arguments.params).len_q;
+        const int row0 = tile.m_block * Traits::kBlockM + (warpgroup - 1) * Traits::kRows;
+        const int rows_q = min(Traits::kRows, arguments.rows.count(len_q) - row0);
+        auto out = as_matrix(tOrO);  // (rows, columns)
+        auto lse = softmax.finish(out);
+        Epilogue::run(arguments, tile, row0, rows_q, len_q, tOrO, lse);
+      });
     }
-  }
-
- private:
-  static CUTE_DEVICE void consume(const Arguments& arguments, typename Mainloop::Consumer& consumer,
-                                  TileCoord tile, int index) {
-    using namespace cute;
-    const Sequence sequence(arguments.params);
-    const int row0 = tile.m_block * Traits::kBlockM + index * Traits::kRows;
-    const int rows_q = min(Traits::kRows, arguments.rows.count(sequence.len_q) - row0);
-
-    auto tOrO = partition_fragment_C(  // ((2, 2, kHeadDimV / 8), 1, 1)
-        typename Traits::MmaO{}, typename Traits::ShapeO{});
-    typename Mainloop::Softmax softmax(arguments.params);
-    consumer.run(tile, row0, rows_q, softmax, tOrO);
-
-    auto out = as_matrix(tOrO);  // (rows, columns)
-    auto lse = softmax.finish(out);
-    Epilogue::run(arguments, tile, row0, rows_q, sequence.len_q, tOrO, lse);
   }
 };
 

@@ -39,10 +39,12 @@ struct FwdMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
   static constexpr bool kInTurns = Traits::kConfig.in_turns && kConsumers > 1;
+  static constexpr bool kAhead = kConsumers < 3;
   static constexpr int kWarps = hopper::kWarpgroup / 32;
 
   using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
   using Ring = RingPosition<Traits::kStages>;
+  using Tiles = Schedule::Tiles;
   using QRing = RingPosition<Traits::kQStages>;
 
   static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
@@ -60,13 +62,15 @@ struct FwdMainloop {
     }
   }
 
-  // The key blocks of which any row of the tile sees a key; empty where end <= begin.
-  static CUTE_DEVICE BlockRange visible_blocks(const Arguments& arguments, TileCoord tile) {
+  // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
+  // there is none, so that there is always a block to work on.
+  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, TileCoord tile) {
     const Sequence sequence(arguments.params);
     const int row0 = tile.m_block * kBlockM;
     const int row_end = cute::min(row0 + kBlockM, arguments.rows.count(sequence.len_q));
-    return Mask<kMask, QueryRows>(arguments.params, sequence, arguments.rows)
-        .visible_blocks(row0, row_end, kBlockN);
+    const BlockRange blocks = Mask<kMask, QueryRows>(arguments.params, sequence, arguments.rows)
+                                  .visible_blocks(row0, row_end, kBlockN);
+    return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};
   }
 
   // -- producer: one thread ----------------------------------------------------------------------
@@ -79,9 +83,7 @@ struct FwdMainloop {
     CUTE_DEVICE void load_tile(TileCoord tile) {
       const FwdParams& params = arguments_.params;
       const int row0 = tile.m_block * kBlockM;
-      const BlockRange blocks = visible_blocks(arguments_, tile);
-      if (blocks.end <= blocks.begin) return;
-
+      const BlockRange blocks = blocks_of(arguments_, tile);
       // In the order in which the consumers need them: K, Q; the next K before V.
       load_keys(tile, blocks.end - 1);
       CUTE_UNROLL
@@ -146,86 +148,140 @@ struct FwdMainloop {
       if (kInTurns && index == kConsumers - 1) pass_turn();
     }
 
-    // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`.
-    //   row0   the consumer's first query row, of which `rows_q` exist
-    //   tOrO   ((2, 2, kHeadDimV / 8), 1, 1), cleared here
-    template <class Out>
-    CUTE_DEVICE void run(TileCoord tile, int row0, int rows_q, Softmax& softmax, Out& tOrO) {
+    // Works off the block's tiles. `finish(index, softmax, tOrO)` takes the result of a tile of the
+    // schedule: the weighted sum of V, ((2, 2, kHeadDimV / 8), 1, 1), and its statistics.
+    template <class Finish>
+    CUTE_DEVICE void run(Tiles tiles, Finish&& finish) {
       using namespace cute;
-      clear(tOrO);
-      const BlockRange blocks = visible_blocks(arguments_, tile);
-      if (blocks.end <= blocks.begin) return;
-
       const Mask<kMask, QueryRows> mask(arguments_.params, Sequence(arguments_.params),
                                         arguments_.rows);
-      // Of the tile's blocks this consumer's rows may see fewer.
-      BlockRange own = {blocks.begin, blocks.begin}, unmasked = own;
-      if (rows_q > 0) {
-        const BlockRange visible = mask.visible_blocks(row0, row0 + rows_q, kBlockN);
-        if (visible.begin < visible.end) own = visible;
-        unmasked = mask.fully_visible_blocks(row0, row0 + rows_q, kBlockN);
-      }
-
+      auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
+      auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
       // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
       auto words = make_tensor<uint32_t>(Int<Traits::kRows * kBlockN / hopper::kWarpgroup / 2>{});
-      auto tSrP = make_tensor(
-          recast_ptr<Element>(words.data()),
-          partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{}).layout());
-      auto out = as_matrix(tOrO);  // (rows, columns)
+      auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
+      auto scores = as_matrix(tSrS);  // (rows, columns)
+      auto out = as_matrix(tOrO);     // (rows, columns)
 
-      // One block of keys, with its softmax under the product of the block before with V. P of this
-      // block is left in tSrP.
-      auto step = [&](int n_block, auto is_first) {
-        auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
-        smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-        wait_turn();
-        warpgroup_fence_operand(tSrS);
-        multiply_keys(tSrS);
-        if constexpr (!is_first) multiply_values(tSrP, tOrO);
-        pass_turn();
-        warpgroup_wait<is_first ? 0 : 1>();  // S is there
-        warpgroup_fence_operand(tSrS);
-        release(smem_.k_empty[k_.stage]);
-        k_.advance();
-        if (n_block == own.begin) release_queries();
-
-        auto scores = as_matrix(tSrS);  // (rows, columns)
-        if (!unmasked.contains(n_block)) {
-          // (rows, columns) -> (row, key)
-          auto coords = [](int thread) {
-            return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
-                make_identity_tensor(typename Traits::ShapeS{})));
-          };
-          mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
-                     coords(0), row0, Traits::kRows, n_block * kBlockN, kBlockN);
-        }
-        const bool rises = softmax.raise(scores);
-        softmax.weigh(scores);
-
-        if constexpr (!is_first) finish_values(tOrO);
-        if (rises) softmax.rescale(out);
-        convert_to_words<Element>(tSrS, words);
-      };
-
-      smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
-      CUTE_NO_UNROLL
-      for (int i = blocks.end - own.end; i > 0; --i) skip();
-      if (own.begin < own.end) {
-        step(own.end - 1, true_type{});
+      Work work;
+      next(tiles, work);  // a block has at least one
+      multiply_first_keys(work, tSrS);
+      finish_keys<0>(tSrS);
+      skip_values(work.skipped);
+      while (true) {
+        Softmax softmax(arguments_.params);
+        clear(tOrO);
+        bool is_multiplying = false;
         CUTE_NO_UNROLL
-        for (int n_block = own.end - 2; n_block >= own.begin; --n_block) {
-          step(n_block, false_type{});
+        for (int n_block = work.blocks.end - 1 - work.skipped;; --n_block) {
+          if (n_block == work.blocks.begin) release_queries();
+          if (!work.unmasked.contains(n_block)) {
+            // (rows, columns) -> (row, key)
+            auto coords = [](int thread) {
+              return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
+                  make_identity_tensor(typename Traits::ShapeS{})));
+            };
+            mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
+                       coords(0), work.row0, Traits::kRows, n_block * kBlockN, kBlockN);
+          }
+          const bool rises = softmax.raise(scores);
+          softmax.weigh(scores);
+          hopper::wait_products<0>();
+          warpgroup_fence_operand(tOrO);
+          if (is_multiplying) release_values();
+          if (rises) softmax.rescale(out);
+          convert_to_words<Element>(tSrS, words);
+          if (n_block == work.blocks.begin) break;
+
+          smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
+          wait_turn();
+          multiply_keys(tSrS);
+          multiply_values(tSrP, tOrO);
+          pass_turn();
+          is_multiplying = true;
+          finish_keys<1>(tSrS);
         }
         multiply_values(tSrP, tOrO);
-        finish_values(tOrO);
-      } else {
-        release_queries();
+        const int done = work.index;
+        const bool has_next = next(tiles, work);
+        if (kAhead && has_next) multiply_first_keys(work, tSrS);
+        hopper::wait_products<0>();  // O is there, and the first scores of the next tile
+        warpgroup_fence_operand(tOrO);
+        release_values();
+        finish(done, softmax, tOrO);
+        if (!has_next) return;
+        if (!kAhead) multiply_first_keys(work, tSrS);
+        finish_keys<0>(tSrS);
+        skip_values(work.skipped);
       }
-      CUTE_NO_UNROLL
-      for (int i = own.begin - blocks.begin; i > 0; --i) skip();
     }
 
    private:
+    // This consumer's part of a tile.
+    struct Work {
+      int index;            // of the tile in the schedule
+      int row0;             // its first row
+      BlockRange blocks;    // key blocks of the tile
+      BlockRange unmasked;  // those of which these rows see every key
+      int skipped;          // of the last blocks, of which these rows see none
+    };
+
+    CUTE_DEVICE bool next(Tiles& tiles, Work& work) const {
+      work.index = tiles.next(arguments_.schedule);
+      if (!arguments_.schedule.has(work.index)) return false;
+      const TileCoord tile = arguments_.schedule.tile(work.index);
+      const Sequence sequence(arguments_.params);
+      const Mask<kMask, QueryRows> mask(arguments_.params, sequence, arguments_.rows);
+      work.row0 = tile.m_block * kBlockM + index_ * Traits::kRows;
+      work.blocks = blocks_of(arguments_, tile);
+      const int rows_q = arguments_.rows.count(sequence.len_q) - work.row0;
+      const int row_end = work.row0 + cute::max(1, cute::min(+Traits::kRows, rows_q));
+      work.unmasked = mask.fully_visible_blocks(work.row0, row_end, kBlockN);
+      // At least one block is worked on, and the stages that wait for the skipping do not run out.
+      work.skipped = cute::max(
+          0, cute::min(work.blocks.end - mask.visible_blocks(work.row0, row_end, kBlockN).end,
+                       cute::min(+Traits::kStages, work.blocks.end - work.blocks.begin) - 1));
+      return true;
+    }
+
+    template <class Scores>
+    CUTE_DEVICE void multiply_first_keys(const Work& work, Scores& tSrS) {
+      CUTE_NO_UNROLL
+      for (int i = 0; i < work.skipped; ++i) {
+        wait_turn();
+        pass_turn();
+        smem_.k_full[k_.stage].wait(k_.parity);  // only now is it this round's stage
+        release(smem_.k_empty[k_.stage]);
+        k_.advance();
+      }
+      smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
+      smem_.k_full[k_.stage].wait(k_.parity);          // K has arrived
+      wait_turn();
+      multiply_keys(tSrS);
+      pass_turn();
+    }
+
+    CUTE_DEVICE void skip_values(int blocks) {
+      CUTE_NO_UNROLL
+      for (int i = 0; i < blocks; ++i) {
+        smem_.v_full[v_.stage].wait(v_.parity);
+        release_values();
+      }
+    }
+
+    template <int kInFlight, class Scores>
+    CUTE_DEVICE void finish_keys(Scores& tSrS) {
+      hopper::wait_products<kInFlight>();
+      cute::warpgroup_fence_operand(tSrS);
+      release(smem_.k_empty[k_.stage]);
+      k_.advance();
+    }
+
+    CUTE_DEVICE void release_values() {
+      release(smem_.v_empty[v_.stage]);
+      v_.advance();
+    }
+
     // S = Q K^T, asynchronously.
     template <class Scores>
     CUTE_DEVICE void multiply_keys(Scores& tSrS) {
@@ -238,13 +294,14 @@ struct FwdMainloop {
       auto tSrQ = thread_mma.partition_fragment_A(sQ);  // (1, 1, D / 16), descriptors
       auto tSrK = thread_mma.partition_fragment_B(sK);  // (1, 1, D / 16), descriptors
       mma.accumulate_ = GMMA::ScaleOut::Zero;
-      warpgroup_arrive();
+      warpgroup_fence_operand(tSrS);
+      hopper::begin_products();
       CUTE_UNROLL
       for (int k = 0; k < size<2>(tSrQ); ++k) {
         gemm(mma, tSrQ(_, _, k), tSrK(_, _, k), tSrS);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
-      warpgroup_commit_batch();
+      hopper::commit_products();
     }
 
     // O += P V, asynchronously.
@@ -259,30 +316,10 @@ struct FwdMainloop {
       smem_.v_full[v_.stage].wait(v_.parity);             // V has arrived
       warpgroup_fence_operand(tOrO);
       warpgroup_fence_operand(tSrP);
-      warpgroup_arrive();
+      hopper::begin_products();
       CUTE_UNROLL
       for (int k = 0; k < size<2>(tOrP); ++k) gemm(mma, tOrP(_, _, k), tOrVt(_, _, k), tOrO);
-      warpgroup_commit_batch();
-    }
-
-    template <class Out>
-    CUTE_DEVICE void finish_values(Out& tOrO) {
-      cute::warpgroup_wait<0>();
-      cute::warpgroup_fence_operand(tOrO);
-      release(smem_.v_empty[v_.stage]);
-      v_.advance();
-    }
-
-    // A block that the tile's other consumers see.
-    CUTE_DEVICE void skip() {
-      wait_turn();
-      pass_turn();
-      smem_.k_full[k_.stage].wait(k_.parity);  // only now is it this round's stage that is released
-      release(smem_.k_empty[k_.stage]);
-      k_.advance();
-      smem_.v_full[v_.stage].wait(v_.parity);
-      release(smem_.v_empty[v_.stage]);
-      v_.advance();
+      hopper::commit_products();
     }
 
     // Each warp says for itself that it has read what it needed.

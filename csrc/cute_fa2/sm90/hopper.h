@@ -3,12 +3,21 @@
 // SM90 kernels use nothing of the kind by any other way.
 #pragma once
 
+#ifndef __CUDACC__
+#include "emulated_hopper.h"  // the same names for the CPU: tests/emulator
+#else
+
+// Products with any multiple of 8 columns, not powers of 2 alone.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
 #include <cuda.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/config.hpp>
 
 namespace flash_cute::sm90::hopper {
@@ -76,4 +85,31 @@ CUTE_DEVICE void take_registers() {
   cutlass::arch::warpgroup_reg_alloc<kRegisters>();
 }
 
+// Products of a warpgroup, 64 x kColumns x 16, accumulated in fp32: of A (rows, k) and B (columns,
+// k) in shared memory, and of A in registers and B as (k, columns) in shared memory.
+template <int kColumns>
+using MmaShape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
+template <class Element, int kColumns>
+using MmaFromShared =
+    decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, MmaShape<kColumns>,
+                                              cute::SM90::GMMA::Major::K,
+                                              cute::SM90::GMMA::Major::K>());
+template <class Element, int kColumns>
+using MmaFromRegisters =
+    decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, MmaShape<kColumns>,
+                                              cute::SM90::GMMA::Major::K,
+                                              cute::SM90::GMMA::Major::MN>());
+
+// Products run beside the threads that issue them: those issued between `begin_products`, which
+// hands over the registers written so far, and `commit_products` form a group, and
+// `wait_products<N>` returns when at most the N newest groups are still under way.
+CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }
+CUTE_DEVICE void commit_products() { cute::warpgroup_commit_batch(); }
+template <int kGroupsInFlight>
+CUTE_DEVICE void wait_products() {
+  cute::warpgroup_wait<kGroupsInFlight>();
+}
+
 }  // namespace flash_cute::sm90::hopper
+
+#endif  // __CUDACC__

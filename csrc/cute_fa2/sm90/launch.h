@@ -12,12 +12,14 @@
 namespace flash_cute {
 namespace sm90 {
 
+#ifdef __CUDACC__
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Traits::kThreads, 1)
     fwd_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(1024) unsigned char smem[];
   Kernel::run(arguments, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
 }
+#endif
 
 template <class Kernel>
 void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cudaStream_t stream) {
@@ -27,12 +29,6 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
   check_grid(static_cast<int64_t>((params.len_q + Traits::kBlockM - 1) / Traits::kBlockM) *
              params.heads_q * params.batch);
   const QueryRows rows = QueryRows::make(params, Traits::kBlockM);
-  static DeviceFlags asked_for;
-  if (!asked_for.test(device)) {  // more than 48 KB has to be asked for, once for each device
-    check_cuda(cudaFuncSetAttribute(fwd_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    kSmemBytes));
-    asked_for.set(device);
-  }
   const int heads_kv = params.heads_q / params.heads_per_kv_head;
   auto map_keys = [&](const TensorView<const void*>& view) {
     return make_tensor_map(view, dtype, params.batch, heads_kv, 1, params.len_k, params.head_dim, 1,
@@ -48,9 +44,24 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
       rows,
       Schedule::make(params, rows, mask, Traits::kBlockM, multiprocessors_of(device)),
   };
+#ifndef __CUDACC__
+  auto kernel = [](const void* arguments, void* smem) {
+    Kernel::run(*static_cast<const Arguments*>(arguments),
+                *static_cast<typename Traits::SharedMemory*>(smem));
+  };
+  emulator::run_grid(arguments.schedule.blocks(), Traits::kThreads, kSmemBytes, kernel, &arguments,
+                     sizeof arguments);
+#else
+  static DeviceFlags asked_for;
+  if (!asked_for.test(device)) {  // more than 48 KB has to be asked for, once for each device
+    check_cuda(cudaFuncSetAttribute(fwd_kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    kSmemBytes));
+    asked_for.set(device);
+  }
   fwd_kernel<Kernel>
       <<<arguments.schedule.blocks(), Traits::kThreads, kSmemBytes, stream>>>(arguments);
   check_cuda(cudaGetLastError());
+#endif
 }
 
 }  // namespace sm90

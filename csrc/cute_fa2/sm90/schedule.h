@@ -46,18 +46,28 @@ class Schedule {
 
   int blocks() const { return blocks_; }
 
-  // Calls `work(tile)` for each of a block's tiles. Every other round runs backwards over the
-  // blocks: who had the longer tile has the shorter one next.
-  template <class Work>
-  CUTE_DEVICE void for_each_tile(int block, Work&& work) const {
-    CUTE_NO_UNROLL
-    for (int first = 0, round = 0; first < tiles_; first += blocks_, ++round) {
-      const int index = first + (round % 2 == 0 ? block : blocks_ - 1 - block);
-      if (index < tiles_) work(tile(index));
-    }
-  }
+  // A block's tiles, one after the other. Every other round runs backwards over the blocks: who had
+  // the longer tile has the shorter one next.
+  class Tiles {
+   public:
+    CUTE_DEVICE explicit Tiles(int block) : block_(block) {}
 
- private:
+    // The index of the next tile; past the last, one that the schedule has not.
+    CUTE_DEVICE int next(const Schedule& schedule) {
+      const int index = first_ + (is_backward_ ? schedule.blocks_ - 1 - block_ : block_);
+      first_ += schedule.blocks_;
+      is_backward_ = !is_backward_;
+      return index;
+    }
+
+   private:
+    int block_;
+    int first_ = 0;
+    bool is_backward_ = false;
+  };
+
+  CUTE_DEVICE bool has(int index) const { return index < tiles_; }
+
   CUTE_DEVICE TileCoord tile(int index) const {
     int section, in_section, m, head_in_section, batch, head;
     section_tiles_(section, in_section, index);
@@ -66,6 +76,7 @@ class Schedule {
     return {m_blocks_ - 1 - m, head, batch};
   }
 
+ private:
   int tiles_;
   int blocks_;
   int m_blocks_;

@@ -2,13 +2,7 @@
 // shared-memory layouts that TMA writes and wgmma reads.
 #pragma once
 
-// Products with any multiple of 8 columns, not powers of 2 alone.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-
 #include <cutlass/numeric_types.h>
-#include <cute/arch/mma_sm90.hpp>
-#include <cute/atom/mma_atom.hpp>
-#include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
 #include "config.h"
@@ -44,14 +38,8 @@ struct FwdTraits {
   // P from the registers in which the softmax left it.
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
-  using MmaS = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float,
-                                       cute::Shape<cute::Int<kRows>, cute::Int<kBlockN>, cute::_16>,
-                                       kMajorK, kMajorK>()));
-  using MmaO = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::rs_op_selector<
-          Element, Element, float, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDimV>, cute::_16>,
-          kMajorK, kMajorMN>()));
+  using MmaS = decltype(cute::make_tiled_mma(hopper::MmaFromShared<Element, kBlockN>{}));
+  using MmaO = decltype(cute::make_tiled_mma(hopper::MmaFromRegisters<Element, kHeadDimV>{}));
   static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0);
 
   // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, one TMA

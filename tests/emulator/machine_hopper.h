@@ -1,0 +1,47 @@
+// What an emulated SM90 kernel asks of its machine beyond machine.h.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "machine.h"
+
+namespace flash_cute::emulator {
+
+// mbarriers: the barrier in shared memory at `barrier`. A phase is over when all arrivals have
+// come and all bytes that were expected.
+void init_barrier(const void* barrier, int arrivals);
+void publish_barriers();  // fence.mbarrier_init: those that the thread initialised
+void arrive_at_barrier(const void* barrier, int64_t expected_bytes);
+void wait_at_barrier(const void* barrier, uint32_t parity);
+
+// bar.arrive: at the named barrier, without waiting.
+void arrive_named(int id, int threads);
+
+// TMA: a tensor map as `encode_tensor_map` (tensor_map.h) left it, to shared memory.
+void load_box(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates);
+void prefetch_map(const void* map);
+
+// setmaxnreg, of a warp's threads.
+void give_back_registers(int registers);
+void take_registers(int registers);
+
+// wgmma, m64nNk16, of a warp's 16 rows: D = A B^T, added to what is there or not. B is (columns,
+// k), or lies as (k, columns). Operands in shared memory are descriptors as the hardware reads
+// them.
+struct AsyncProduct {
+  Operand type;
+  int columns;
+  bool add;
+  bool b_transposed;
+  uint64_t a;
+  uint64_t b;
+  const uint32_t* a_registers;  // (4), in place of `a`
+  float* d;                     // (columns / 2)
+};
+void multiply_async(const AsyncProduct& product);
+void begin_products();                     // wgmma.fence
+void commit_products();                    // wgmma.commit_group
+void wait_products(int groups_in_flight);  // wgmma.wait_group
+
+}  // namespace flash_cute::emulator

@@ -1,0 +1,127 @@
+#include "mbarrier.h"
+
+#include "cta.h"
+
+namespace flash_cute::emulator {
+namespace {
+
+constexpr int64_t kMaxBytes = (1 << 20) - 1;
+
+// Of the phase under way.
+uint32_t parity_of(const MBarrier& barrier) { return barrier.phases & 1; }
+
+}  // namespace
+
+void MBarriers::init(Thread& thread, const void* at, int arrivals, const void* code) {
+  const SharedMemory& shared = thread.cta->shared;
+  if (!shared.contains(at) || shared.offset_of(at) % 8 != 0) {
+    fail(thread, code, "initialises a barrier at %p, which is no place for one", at);
+  }
+  const uint32_t offset = shared.offset_of(at);
+  MBarrier barrier = {.offset = offset, .arrivals = arrivals, .missing = arrivals, .engine = -1};
+  barrier.clocks.reset(thread.cta->clock_entries());
+  barrier.last.reset(thread.cta->clock_entries());
+  barrier.initialised = thread.clocks.epoch(thread.index);
+  if (arrivals < 1 || !barriers_.emplace(offset, std::move(barrier)).second) {
+    fail(thread, code, "initialises the barrier at shared + %u for %d, or again", offset, arrivals);
+  }
+}
+
+void MBarriers::publish(Thread& thread) {
+  for (auto& [offset, barrier] : barriers_) {
+    if (barrier.initialised.thread() == thread.index) barrier.published = true;
+  }
+}
+
+MBarrier& MBarriers::find(Thread& thread, const void* at, const void* code) {
+  const auto found = thread.cta->shared.contains(at)
+                         ? barriers_.find(thread.cta->shared.offset_of(at))
+                         : barriers_.end();
+  if (found == barriers_.end()) {
+    fail(thread, code, "uses a barrier at %p, which nobody has initialised", at);
+  }
+  if (!thread.clocks.ordered(found->second.initialised)) {
+    fail(thread, code,
+         "uses the barrier at shared + %u, which thread %d initialised with no barrier in between",
+         found->first, found->second.initialised.thread());
+  }
+  return found->second;
+}
+
+MBarrier& MBarriers::find_published(Thread& thread, const void* at, const void* code) {
+  MBarrier& barrier = find(thread, at, code);
+  if (!barrier.published) {
+    fail(thread, code,
+         "names the barrier at shared + %u to the copy engine, which has not been "
+         "told that it is there",
+         barrier.offset);
+  }
+  return barrier;
+}
+
+void MBarriers::arrive(Thread& thread, const void* at, int64_t bytes, const void* code) {
+  MBarrier& barrier = find(thread, at, code);
+  if (barrier.missing == 0) {
+    fail(thread, code, "arrives at the barrier at shared + %u, whose phase has had its %d arrivals",
+         barrier.offset, barrier.arrivals);
+  }
+  barrier.bytes += bytes;
+  if (barrier.bytes > kMaxBytes) {
+    fail(thread, code, "expects %ld bytes at the barrier at shared + %u", long{barrier.bytes},
+         barrier.offset);
+  }
+  barrier.clocks.join(thread.clocks);
+  thread.clocks.advance(thread.index);
+  --barrier.missing;
+  end_phase_if_over(*thread.cta, barrier);
+  thread.cta->yield(thread);
+}
+
+Epoch MBarriers::engine_epoch(Cta& cta, MBarrier& barrier) {
+  if (barrier.engine < 0) {
+    if (engines_ == Cta::kEngineClocks) cta.fail("copies arrive at more barriers than emulated");
+    barrier.engine = cta.launch().threads + engines_++;
+  }
+  const Epoch epoch(barrier.engine, ++barrier.landings);
+  barrier.clocks.hear(epoch);
+  return epoch;
+}
+
+void MBarriers::complete(Cta& cta, MBarrier& barrier, int64_t bytes) {
+  barrier.bytes -= bytes;
+  end_phase_if_over(cta, barrier);
+}
+
+void MBarriers::end_phase_if_over(Cta& cta, MBarrier& barrier) {
+  if (barrier.missing > 0 || barrier.bytes != 0) return;
+  ++barrier.phases;
+  barrier.missing = barrier.arrivals;
+  barrier.last = barrier.clocks;
+  barrier.clocks.reset(cta.clock_entries());
+  for (Thread* thread : barrier.waiting) cta.wake(*thread);
+  barrier.waiting.clear();
+}
+
+void MBarriers::wait(Thread& thread, const void* at, uint32_t parity, const void* code) {
+  MBarrier& barrier = find(thread, at, code);
+  if (parity > 1) fail(thread, code, "waits for the parity %u", parity);
+  while (parity_of(barrier) == parity) {
+    barrier.waiting.push_back(&thread);
+    thread.waits_for = &barrier;
+    thread.parity = parity;
+    thread.cta->wait(thread, "the barrier", code);
+    thread.waits_for = nullptr;
+  }
+  thread.clocks.join(barrier.last);
+}
+
+std::string MBarriers::describe(const Thread& thread) const {
+  const MBarrier& barrier = *thread.waits_for;
+  return "at shared + " + std::to_string(barrier.offset) + ", parity " +
+         std::to_string(thread.parity) + "; " + std::to_string(barrier.phases) +
+         " phases are over, the next lacks " + std::to_string(barrier.missing) + " of " +
+         std::to_string(barrier.arrivals) + " arrivals and " + std::to_string(barrier.bytes) +
+         " bytes";
+}
+
+}  // namespace flash_cute::emulator

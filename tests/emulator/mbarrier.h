@@ -1,0 +1,58 @@
+// mbarriers: barriers in shared memory, whose phases end when threads have arrived and bytes have
+// been copied.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "clocks.h"
+
+namespace flash_cute::emulator {
+
+class Cta;
+struct Thread;
+
+struct MBarrier {
+  uint32_t offset;  // in shared memory
+  int arrivals;     // that a phase takes
+  int missing;      // of them, in the phase under way
+  int64_t bytes;    // expected less those that have come
+  uint32_t phases;  // that are over
+  Clocks clocks;    // of those who have arrived in the phase under way
+  Clocks last;      // in the one before
+  Epoch initialised;
+  bool published;
+  int engine;         // the clocks' entry for the copies that arrive here; -1 before the first
+  uint32_t landings;  // of copies, so far
+  std::vector<Thread*> waiting;
+};
+
+class MBarriers {
+ public:
+  void reset() { barriers_.clear(), engines_ = 0; }
+
+  // For the running thread; `at` is the barrier's address.
+  void init(Thread& thread, const void* at, int arrivals, const void* code);
+  void publish(Thread& thread);
+  void arrive(Thread& thread, const void* at, int64_t bytes, const void* code);
+  void wait(Thread& thread, const void* at, uint32_t parity, const void* code);
+
+  // For a copy whose arrival is to be told at `at`.
+  MBarrier& find_published(Thread& thread, const void* at, const void* code);
+  // The copy engine writes, at this epoch, what it then tells of.
+  Epoch engine_epoch(Cta& cta, MBarrier& barrier);
+  void complete(Cta& cta, MBarrier& barrier, int64_t bytes);
+
+  std::string describe(const Thread& thread) const;  // what it waits for
+
+ private:
+  MBarrier& find(Thread& thread, const void* at, const void* code);
+  void end_phase_if_over(Cta& cta, MBarrier& barrier);
+
+  std::map<uint32_t, MBarrier> barriers_;
+  int engines_ = 0;
+};
+
+}  // namespace flash_cute::emulator

@@ -1,0 +1,310 @@
+#include "warpgroup.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cta.h"
+#include "operands.h"
+
+namespace flash_cute::emulator {
+namespace {
+
+constexpr int kRows = 16;  // of a warp
+constexpr int kDepth = 16;
+constexpr int kMaxColumns = 256;
+constexpr int kElementsOfChunk = SharedMemory::kChunk / 2;
+
+// A matrix in shared memory as a descriptor has it, by chunks of 16 bytes. Chunks are permuted by
+// their address, within the 8 rows that make up a swizzle's pattern.
+class Operands {
+ public:
+  explicit Operands(uint64_t descriptor)
+      : start_(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
+        leading_(static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4),
+        stride_(static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4),
+        base_offset_(static_cast<int>(descriptor >> 49 & 7)),
+        chunks_(layout_type(descriptor) == 1   ? 8
+                : layout_type(descriptor) == 2 ? 4
+                : layout_type(descriptor) == 3 ? 2
+                                               : 0) {}
+
+  bool is_emulated() const { return chunks_ != 0 && base_offset_ == 0; }
+
+  // Of (rows, k), k contiguous: chunk 0 or 1 of 8 elements along k.
+  uint32_t of_row(int row, int chunk) const {
+    return permuted(start_ + row / 8 * stride_ + row % 8 * pitch() + chunk * SharedMemory::kChunk);
+  }
+  // Of (k, columns), columns contiguous: 8 elements along them.
+  uint32_t of_depth(int k, int chunk) const {
+    return permuted(start_ + k / 8 * stride_ + k % 8 * pitch() + chunk / chunks_ * leading_ +
+                    chunk % chunks_ * SharedMemory::kChunk);
+  }
+
+ private:
+  static int layout_type(uint64_t descriptor) { return static_cast<int>(descriptor >> 62); }
+  uint32_t pitch() const { return chunks_ * SharedMemory::kChunk; }
+  uint32_t permuted(uint32_t offset) const { return offset ^ (offset >> 7 & (chunks_ - 1)) << 4; }
+
+  uint32_t start_, leading_, stride_;
+  int base_offset_;
+  uint32_t chunks_;  // in a row of the pattern
+};
+
+// d += a b, of fp32 operands; `b` is (k, columns).
+__attribute__((optimize("O3"))) void multiply_add(const float (&a)[kRows][kDepth],
+                                                  const float (&b)[kDepth][kMaxColumns],
+                                                  float (&d)[kRows][kMaxColumns], int columns) {
+  for (int i = 0; i < kRows; ++i) {
+    for (int k = 0; k < kDepth; ++k) {
+      const float factor = a[i][k];
+      for (int j = 0; j < columns; ++j) d[i][j] += factor * b[k][j];
+    }
+  }
+}
+
+int warp_index(const Thread& thread) { return thread.index / 32; }
+
+bool overlaps(const void* address, int bytes, const void* begin, int size) {
+  const auto a = reinterpret_cast<uintptr_t>(address), b = reinterpret_cast<uintptr_t>(begin);
+  return a < b + size && b < a + bytes;
+}
+
+}  // namespace
+
+void Warpgroups::reset(int threads) {
+  warps_.assign(threads / 32, Warp{});
+  operands_.assign((threads + 127) / 128, {});
+  // As a launch with one block on a multiprocessor gives them out.
+  for (Warp& warp : warps_) warp.registers = std::min(65536 / threads / 8 * 8, 255);
+  free_registers_ = 0;
+  wanting_registers_.clear();
+}
+
+Warpgroups::Warp& Warpgroups::warp_of(const Thread& thread) { return warps_[warp_index(thread)]; }
+
+bool Warpgroups::in_flight(const Thread& thread) const {
+  return !warps_[warp_index(thread)].products.empty();
+}
+
+void Warpgroups::check_registers(const Thread& thread, const void* address, int bytes,
+                                 bool is_write, const void* code) const {
+  const int lane = thread.index % 32;
+  for (const Product& p : warps_[warp_index(thread)].products) {
+    const bool of_d = overlaps(address, bytes, p.d[lane], p.shape.columns / 2 * 4);
+    const bool of_a = is_write && p.a[lane] && overlaps(address, bytes, p.a[lane], 16);
+    if (!of_d && !of_a) continue;
+    fail(thread, code, "%s %s of a product that it began %s and has not waited for",
+         is_write ? "writes" : "reads", of_d ? "the accumulators" : "an operand in registers",
+         place(p.code).c_str());
+  }
+}
+
+void Warpgroups::check_done(const Thread& thread) const {
+  const auto& products = warps_[warp_index(thread)].products;
+  if (products.empty()) return;
+  fail(thread, products.front().code, "ends without having waited for its product");
+}
+
+template <class F>
+void Warpgroups::for_each_chunk(const AsyncProduct& product, int warp, F&& f) {
+  const Operands b(product.b);
+  if (product.b_transposed) {
+    for (int k = 0; k < kDepth; ++k) {
+      for (int chunk = 0; chunk < product.columns / kElementsOfChunk; ++chunk) {
+        f(b.of_depth(k, chunk));
+      }
+    }
+  } else {
+    for (int column = 0; column < product.columns; ++column) {
+      for (int chunk = 0; chunk < 2; ++chunk) f(b.of_row(column, chunk));
+    }
+  }
+  if (product.a_registers) return;
+  const Operands a(product.a);
+  for (int row = 0; row < kRows; ++row) {
+    for (int chunk = 0; chunk < 2; ++chunk) f(a.of_row(warp % 4 * kRows + row, chunk));
+  }
+}
+
+void Warpgroups::begin_reads(const Thread* lanes, const Product& product) {
+  SharedMemory::AsyncRead read(lanes->cta->shared, lanes, product.code);
+  for_each_chunk(product.shape, warp_index(*lanes), [&](uint32_t offset) { read.begin(offset); });
+}
+
+void Warpgroups::begin(Thread& thread, const void* code) {
+  auto complete = [](Cta& cta, Thread* lanes, void* const(&)[32]) {
+    cta.warpgroups.warp_of(*lanes).begun = true;
+  };
+  thread.cta->with_warp(thread, "wgmma.fence", nullptr, complete, code);
+}
+
+void Warpgroups::commit(Thread& thread, const void* code) {
+  auto complete = [](Cta& cta, Thread* lanes, void* const(&)[32]) {
+    Warp& warp = cta.warpgroups.warp_of(*lanes);
+    ++warp.group;
+    warp.begun = false;
+  };
+  thread.cta->with_warp(thread, "wgmma.commit_group", nullptr, complete, code);
+}
+
+void Warpgroups::multiply(Thread& thread, const AsyncProduct& product, const void* code) {
+  struct Lane {
+    const AsyncProduct& product;
+    const void* code;
+  } mine{product, code};
+  auto complete = [](Cta& cta, Thread* threads, void* const(&lanes)[32]) {
+    const auto& [first, code] = *static_cast<Lane*>(lanes[0]);
+    Warpgroups& all = cta.warpgroups;
+    Warp& warp = all.warp_of(*threads);
+    if (!warp.begun) fail(*threads, code, "issues a product with no wgmma.fence before it");
+    if (!Operands(first.b).is_emulated() ||
+        !(first.a_registers || Operands(first.a).is_emulated())) {
+      fail(*threads, code, "issues a product of a layout that is not emulated");
+    }
+    Product p{first, {}, {}, warp.group, code};
+    for (int i = 0; i < 32; ++i) {
+      const AsyncProduct& lane = static_cast<Lane*>(lanes[i])->product;
+      p.a[i] = lane.a_registers;
+      p.d[i] = lane.d;
+      if (lane.a != first.a || lane.b != first.b) {
+        fail(threads[i], code, "issues another product than the other lanes of its warp");
+      }
+    }
+    // All warps of a warpgroup issue the same.
+    auto& operands = all.operands_[warp_index(*threads) / 4];
+    const Shared shared{first.a, first.b};
+    if (warp.issued == static_cast<int64_t>(operands.size())) operands.push_back(shared);
+    if (operands[warp.issued++] != shared) {
+      fail(*threads, code, "issues another product than the other warps of its warpgroup");
+    }
+    all.begin_reads(threads, p);
+    warp.products.push_back(p);
+  };
+  thread.cta->with_warp(thread, "wgmma", &mine, complete, code);
+}
+
+void Warpgroups::wait(Thread& thread, int groups_in_flight, const void* code) {
+  struct Lane {
+    int groups;
+    const void* code;
+  } mine{groups_in_flight, code};
+  auto complete = [](Cta& cta, Thread* threads, void* const(&lanes)[32]) {
+    const auto& [groups, code] = *static_cast<Lane*>(lanes[0]);
+    Warp& warp = cta.warpgroups.warp_of(*threads);
+    const int index = warp_index(*threads);
+    const Epoch now = threads->clocks.epoch(threads->index);
+    auto is_done = [&](const Product& p) { return p.group < warp.group - groups; };
+    bool any = false;
+    for (const Product& p : warp.products) {
+      if (!is_done(p)) continue;
+      run(cta, index, p);
+      for_each_chunk(p.shape, index,
+                     [&](uint32_t offset) { cta.shared.end_read(offset, index, now, p.code); });
+      any = true;
+    }
+    if (!any) return;
+    std::erase_if(warp.products, is_done);
+    for (const Product& p : warp.products) cta.warpgroups.begin_reads(threads, p);
+    for (int i = 0; i < 32; ++i) threads[i].clocks.hear(now);
+    threads->clocks.advance(threads->index);
+  };
+  thread.cta->with_warp(thread, "wgmma.wait_group", &mine, complete, code);
+}
+
+void Warpgroups::run(Cta& cta, int warp, const Product& product) {
+  const AsyncProduct& p = product.shape;
+  float a[kRows][kDepth], b[kDepth][kMaxColumns], d[kRows][kMaxColumns];
+  auto element = [&](uint32_t offset) {
+    return reinterpret_cast<const uint16_t*>(cta.shared.data() + offset);
+  };
+
+  // Lane l's rows l / 4 and l / 4 + 8, and of every eight columns its two.
+  if (p.a_registers) {
+    for (int l = 0; l < 32; ++l) {
+      uint16_t bits[4][2];
+      std::memcpy(bits, product.a[l], sizeof bits);
+      for (int word = 0; word < 4; ++word) {
+        widen(p.type, bits[word], &a[l / 4 + word % 2 * 8][l % 4 * 2 + word / 2 * 8], 2);
+      }
+    }
+  } else {
+    const Operands operands(p.a);
+    for (int row = 0; row < kRows; ++row) {
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        widen(p.type, element(operands.of_row(warp % 4 * kRows + row, chunk)),
+              &a[row][chunk * kElementsOfChunk], kElementsOfChunk);
+      }
+    }
+  }
+  const Operands operands(p.b);
+  if (p.b_transposed) {
+    for (int k = 0; k < kDepth; ++k) {
+      for (int chunk = 0; chunk < p.columns / kElementsOfChunk; ++chunk) {
+        widen(p.type, element(operands.of_depth(k, chunk)), &b[k][chunk * kElementsOfChunk],
+              kElementsOfChunk);
+      }
+    }
+  } else {
+    for (int column = 0; column < p.columns; ++column) {
+      float wide[kDepth];
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        widen(p.type, element(operands.of_row(column, chunk)), &wide[chunk * kElementsOfChunk],
+              kElementsOfChunk);
+      }
+      for (int k = 0; k < kDepth; ++k) b[k][column] = wide[k];
+    }
+  }
+  for (int l = 0; l < 32; ++l) {
+    for (int v = 0; v < p.columns / 2; ++v) {
+      d[l / 4 + v / 2 % 2 * 8][v / 4 * 8 + l % 4 * 2 + v % 2] = p.add ? product.d[l][v] : 0.f;
+    }
+  }
+  multiply_add(a, b, d, p.columns);
+  for (int l = 0; l < 32; ++l) {
+    for (int v = 0; v < p.columns / 2; ++v) {
+      product.d[l][v] = d[l / 4 + v / 2 % 2 * 8][v / 4 * 8 + l % 4 * 2 + v % 2];
+    }
+  }
+  ++cta.counters.products;
+}
+
+void Warpgroups::give_back_registers(Thread& thread, int registers, const void* code) {
+  struct Lane {
+    int registers;
+    const void* code;
+  } mine{registers, code};
+  auto complete = [](Cta& cta, Thread* threads, void* const(&lanes)[32]) {
+    const auto& [registers, code] = *static_cast<Lane*>(lanes[0]);
+    Warpgroups& all = cta.warpgroups;
+    Warp& warp = all.warp_of(*threads);
+    if (registers > warp.registers || registers % 8 != 0 || registers < 24) {
+      fail(*threads, code, "gives registers back down to %d, having %d", registers, warp.registers);
+    }
+    all.free_registers_ += warp.registers - registers;
+    warp.registers = registers;
+    for (Thread* other : all.wanting_registers_) cta.wake(*other);
+    all.wanting_registers_.clear();
+  };
+  thread.cta->with_warp(thread, "setmaxnreg.dec", &mine, complete, code);
+}
+
+void Warpgroups::take_registers(Thread& thread, int registers, const void* code) {
+  auto complete = [](Cta&, Thread*, void* const(&)[32]) {};
+  thread.cta->with_warp(thread, "setmaxnreg.inc", nullptr, complete, code);
+  Warp& warp = warp_of(thread);
+  if (registers < warp.registers || registers % 8 != 0 || registers > 256) {
+    fail(thread, code, "takes registers up to %d, having %d", registers, warp.registers);
+  }
+  while (warp.registers < registers) {  // the first lane takes them for the warp
+    const int more = registers - warp.registers;
+    if (more <= free_registers_) {
+      free_registers_ -= more;
+      warp.registers = registers;
+      break;
+    }
+    wanting_registers_.push_back(&thread);
+    thread.cta->wait(thread, "registers", code);
+  }
+}
+
+}  // namespace flash_cute::emulator
