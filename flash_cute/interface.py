@@ -33,7 +33,8 @@ def forward(
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (every GPU from Ampere
-            on has them) or "sm90" (Hopper). None takes the best that serve the call.
+            on has them, and they run where this is None) or "sm90" (Hopper; no GPU has run them
+            yet).
 
     Returns:
         out: q's shape and dtype, with the strides of `torch.empty_like(q)`: dense, its dimensions

@@ -43,7 +43,7 @@ def _why_no_gpu() -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     why_no_gpu = _why_no_gpu()
-    has_sm90 = why_no_gpu is None and support.gpu_arch() == "sm90"
+    has_sm90 = why_no_gpu is None and support.gpu_has_sm90()
     for item in items:
         if why_no_gpu is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=why_no_gpu))

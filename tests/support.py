@@ -73,10 +73,15 @@ BANDS = [
 ]
 
 
+def gpu_has_sm90() -> bool:
+    """Whether the current GPU runs the sm90 kernels, and this build has them."""
+    is_built = any(tile["arch"] == "sm90" for tile in ops.build_info()["tiles"])
+    return is_built and torch.cuda.get_device_capability()[0] == 9
+
+
 def gpu_arch() -> str:
     """The architecture whose kernels the current GPU gets by default."""
-    is_built = any(tile["arch"] == "sm90" for tile in ops.build_info()["tiles"])
-    return "sm90" if is_built and torch.cuda.get_device_capability()[0] == 9 else "sm80"
+    return "sm90" if gpu_has_sm90() and ops.build_info()["sm90_is_default"] else "sm80"
 
 
 def random_inputs(

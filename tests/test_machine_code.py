@@ -166,3 +166,22 @@ def test_registers_within_the_budget(
     for kernel, usage in resources.items():
         budgets = [row["max_registers"] for row in rows if config_of_row(row) == config_of(kernel)]
         assert usage["REG"] <= min(budgets), (kernel, usage)
+
+
+def test_softmax_stands_under_a_product() -> None:
+    """ptxas may move a wait for products ahead of the softmax, which then no longer runs beside
+    them. It does so with three consumers, for want of registers; with two it must not."""
+    if "sm_90a" not in ARCHS:
+        pytest.skip("this build has no sm_90a")
+    seen = 0
+    for text in cuobjdump("-sass", "-arch", "sm_90a").split("Function : ")[1:]:
+        kernel = text.split()[0]
+        if not is_kernel_of("sm_90a", kernel) or config_of(kernel)[1] != 2:
+            continue
+        # After the vote on whether a row's reference rises come the exponentials, then the wait.
+        (after_vote,) = text.split("VOTE.ANY")[1:]
+        softmax = after_vote.split("WARPGROUP.DEPBAR")[0]
+        scores = 64 * config_of(kernel)[2] // 128  # of a thread
+        assert softmax.count("MUFU.EX2") >= scores, kernel
+        seen += 1
+    assert seen

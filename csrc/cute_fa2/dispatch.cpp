@@ -181,7 +181,7 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t sme
     throw std::runtime_error("flash_cute: arch is " + std::to_string(arch) +
                              ": it must be 80, 90, or 0 for the best that serves the call");
   }
-  if (arch != 80) {
+  if (arch == 90 || (arch == 0 && kSm90IsDefault)) {
     const char* why_not = why_not_sm90(params, mask, smem_limit, device);
     if (why_not == nullptr) return launch_sm90(params, dtype, mask, device, stream);
     if (arch == 90) {
@@ -211,7 +211,8 @@ std::string build_info() {
   }
   return "{\"cuda_runtime\": " + std::to_string(CUDART_VERSION) +
          ", \"archs\": " + in_brackets(archs) + ", \"head_dims\": " + in_brackets(head_dims) +
-         ", \"tiles\": " + in_brackets(tiles) + "}";
+         ", \"tiles\": " + in_brackets(tiles) +
+         ", \"sm90_is_default\": " + (kSm90IsDefault && kSm90IsBuilt ? "true" : "false") + "}";
 }
 
 std::string tiles_for(int64_t smem_limit) {

@@ -12,7 +12,7 @@
 namespace flash_cute {
 
 // Launches the forward on `stream` of `device`, which is the current device. `arch` names the
-// kernels, 80 or 90; where it is 0, those of the device's own architecture run if they can read the
+// kernels, 80 or 90; where it is 0, those that are the device's by default run if they can read the
 // call. The SM80 tile is chosen as if the device lent `smem_limit` bytes of shared memory to a
 // block, or by what it really lends where `smem_limit` is 0. Throws std::runtime_error if this
 // build cannot serve the call or CUDA refuses it.

@@ -322,7 +322,7 @@ SM90_FAULTS = [
     ),
     of_sm90(
         "one warp does not say that it is done with Q",
-        f"{STUCK}|{IN_USE}",
+        f"{RACE}|{UNFINISHED}|{IN_USE}",
         SM90_MAINLOOP,
         "smem.q_empty[stage][i].init(kWarps);",
         "smem.q_empty[stage][i].init(kWarps - 1);",

@@ -39,6 +39,7 @@ CUTE_DEVICE constexpr auto as_a_operand(cute::Tensor<Engine, Layout>& fragment) 
   using namespace cute;
   auto layout = fragment.layout();
   if constexpr (rank_v<decltype(get<0>(layout))> == 3) {
+    static_assert(decltype(size<2>(layout))::value == 1);
     auto pairs = logical_divide(get<0, 2>(layout), _2{});  // (2, N / 16)
     return make_tensor(fragment.data(),
                        make_layout(make_layout(get<0, 0>(layout), get<0, 1>(layout), get<0>(pairs)),

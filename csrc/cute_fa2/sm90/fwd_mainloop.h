@@ -174,7 +174,6 @@ struct FwdMainloop {
         bool is_multiplying = false;
         CUTE_NO_UNROLL
         for (int n_block = work.blocks.end - 1 - work.skipped;; --n_block) {
-          if (n_block == work.blocks.begin) release_queries();
           if (!work.unmasked.contains(n_block)) {
             // (rows, columns) -> (row, key)
             auto coords = [](int thread) {
@@ -186,6 +185,11 @@ struct FwdMainloop {
           }
           const bool rises = softmax.raise(scores);
           softmax.weigh(scores);
+          // All of this runs under the product of the block before with V, if it stands before the
+          // wait in the machine code as well: ptxas moves a wait ahead of arithmetic, but not ahead
+          // of a branch, for which the last use of Q may as well be told here.
+          warpgroup_fence_operand(tSrS);
+          if (n_block == work.blocks.begin) release_queries();
           hopper::wait_products<0>();
           warpgroup_fence_operand(tOrO);
           if (is_multiplying) release_values();

@@ -7,9 +7,6 @@
 #include "emulated_hopper.h"  // the same names for the CPU: tests/emulator
 #else
 
-// Products with any multiple of 8 columns, not powers of 2 alone.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-
 #include <cuda.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>

@@ -41,6 +41,9 @@ struct FwdTraits {
   using MmaS = decltype(cute::make_tiled_mma(hopper::MmaFromShared<Element, kBlockN>{}));
   using MmaO = decltype(cute::make_tiled_mma(hopper::MmaFromRegisters<Element, kHeadDimV>{}));
   static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0);
+  // One instruction for all columns. CuTe has the powers of 2, 96 and 192; the other multiples of 8
+  // are in a header that doubles the compile time (CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED).
+  static_assert(cute::tile_size<1>(MmaS{}) == kBlockN && cute::tile_size<1>(MmaO{}) == kHeadDimV);
 
   // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, one TMA
   // box each, whose 16-byte chunks are permuted among 8 neighbouring rows.
