@@ -40,6 +40,7 @@ struct FwdTraits {
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
   using MmaS = decltype(cute::make_tiled_mma(hopper::MmaFromShared<Element, kBlockN>{}));
   using MmaO = decltype(cute::make_tiled_mma(hopper::MmaFromRegisters<Element, kHeadDimV>{}));
+  static_assert(kConsumers == 2 || kConsumers == 3);  // more or fewer: other numbers of registers
   static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0);
   // One instruction for all columns. CuTe has the powers of 2, 96 and 192; the other multiples of 8
   // are in a header that doubles the compile time (CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED).
