@@ -38,7 +38,9 @@ struct FwdMainloop {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
-  static constexpr bool kInTurns = Traits::kConfig.in_turns && kConsumers > 1;
+  static constexpr bool kInTurns = Traits::kConfig.in_turns;
+  // Whether the first product of a tile is issued before the end of the tile before is written: its
+  // S is in registers meanwhile, of which the threads of three consumers have too few.
   static constexpr bool kAhead = kConsumers < 3;
   static constexpr int kWarps = hopper::kWarpgroup / 32;
 
@@ -268,7 +270,7 @@ struct FwdMainloop {
     CUTE_DEVICE void skip_values(int blocks) {
       CUTE_NO_UNROLL
       for (int i = 0; i < blocks; ++i) {
-        smem_.v_full[v_.stage].wait(v_.parity);
+        smem_.v_full[v_.stage].wait(v_.parity);  // only now is it this round's stage
         release_values();
       }
     }

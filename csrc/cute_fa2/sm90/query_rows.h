@@ -17,9 +17,11 @@ class QueryRows {
     const int group = params.heads_per_kv_head;
     int log2 = 0;
     while ((1 << log2) < group) ++log2;
+    const int64_t rows_packed = int64_t{params.len_q} << log2;
     const auto tiles = [&](int64_t rows) { return (rows + block_m - 1) / block_m; };
     const bool packed = group > 1 && log2 <= kMaxLog2 && params.q.stride_head != 0 &&
-                        tiles(int64_t{params.len_q} << log2) < tiles(params.len_q) * group;
+                        rows_packed < kMaxLength &&
+                        tiles(rows_packed) < tiles(params.len_q) * group;
     QueryRows rows;
     rows.log2_ = packed ? log2 : 0;
     rows.group_ = packed ? group : 1;
