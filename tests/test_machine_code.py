@@ -185,3 +185,24 @@ def test_softmax_stands_under_a_product() -> None:
         assert softmax.count("MUFU.EX2") >= scores, kernel
         seen += 1
     assert seen
+
+
+@pytest.mark.parametrize("code", ["sm_80", "sm_90"])
+def test_exponentials_stand_among_products(code: str) -> None:
+    """The exponentials of a step's later columns run under the products of its earlier ones with V.
+    A branch among them would keep ptxas from that."""
+    if code not in ARCHS:
+        pytest.skip(f"this build has no {code}")
+    seen = 0
+    for text in cuobjdump("-sass", "-arch", code).split("Function : ")[1:]:
+        kernel = text.split()[0]
+        if not is_kernel_of(code, kernel):
+            continue
+        _, block_m, block_n, warps, _ = config_of(kernel)
+        scores = block_m * block_n // (32 * warps)  # of a thread
+        with_products = [part for part in re.split(r"\bBRA\b", text) if "HMMA" in part]
+        step = max(with_products, key=lambda part: part.count("MUFU.EX2"))
+        assert step.count("MUFU.EX2") >= scores, kernel
+        assert step[step.index("HMMA") :].count("MUFU.EX2") >= scores // 2, kernel
+        seen += 1
+    assert seen

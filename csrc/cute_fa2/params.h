@@ -49,6 +49,11 @@ struct FwdParams {
   float scale_log2;         // |softmax_scale| * log2(e), as exponentials are taken in base 2
   bool subtract_max_first;  // the scale is so large that score * scale could overflow: see
                             // online_softmax.h
+  float slack;              // by how much a score may exceed the maximum before the running softmax
+                            // follows it: kSlackLog2 / scale_log2, but 0 with subtract_max_first
+
+  // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
+  static constexpr float kSlackLog2 = 8.f;
 };
 
 // Rows and keys are counted in 32 bits, sums of two lengths included.
@@ -68,6 +73,11 @@ inline void set_scale(FwdParams& params, double softmax_scale) {
           ? 1.f
           : static_cast<float>(std::clamp(std::abs(softmax_scale) * kLog2e, kMin, kMax));
   params.subtract_max_first = params.scale_log2 > kLarge;
+  // A quarter of what there is leaves room to add it to a score.
+  params.slack = params.subtract_max_first
+                     ? 0.f
+                     : static_cast<float>(
+                           std::min(double{FwdParams::kSlackLog2} / params.scale_log2, kMax / 4));
 }
 
 // The window as the band that the kernels take; returns whether it leaves anything out.

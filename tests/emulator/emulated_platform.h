@@ -16,7 +16,7 @@
 
 namespace flash_cute::platform {
 
-inline int thread_index() { return emulator::thread_index(); }
+inline unsigned thread_index() { return emulator::thread_index(); }
 inline int block_index() { return emulator::block_index(); }
 inline void sync_block() { emulator::sync_block(); }
 
@@ -28,6 +28,12 @@ inline float shuffle_xor(float value, int lane_mask) {
   return value;
 }
 
+inline int same_in_warp(int value) {
+  const uint32_t first = emulator::shuffle(value, 0);
+  emulator::require(first == static_cast<uint32_t>(value), "has a value of its own in its warp");
+  return value;
+}
+
 inline bool any_in_warp(bool predicate) { return emulator::ballot(predicate) != 0; }
 
 inline float flush_denormal(float x) {
@@ -36,7 +42,15 @@ inline float flush_denormal(float x) {
 inline float exp2(float x) { return flush_denormal(std::exp2(flush_denormal(x))); }
 inline float log2(float x) { return std::log2(x); }
 
-inline int computed_here(int value) { return value; }
+template <class T>
+T computed_here(T value) {
+  return value;
+}
+template <class Integer>
+Integer computed_here(Integer value, int changing) {
+  emulator::require(changing >= 0, "hides a value behind a negative number");
+  return value;
+}
 
 inline void commit_copies() { emulator::commit_copies(); }
 template <int kGroupsInFlight>

@@ -122,7 +122,9 @@ class Emulator:
         64 `multiprocessors` has that many thread blocks of the SM90 kernels.
         """
         rows = [_readable_rows(x) for x in (q, k, v)]
-        out = poisoned(torch.full_like(rows[0], math.nan))
+        out = torch.full_like(rows[0], math.nan)
+        if not q.is_contiguous():
+            out = poisoned(out)
         lse = torch.full(q.shape[:3], math.nan)
         call = _Forward(
             *map(_as_c, (*rows, out)),

@@ -66,6 +66,10 @@ uint32_t shuffle(uint32_t value, int source_lane) {
   return mine.result;
 }
 
+void require(bool holds, const char* what) {
+  if (!holds) fail(*running, CALLER, "%s", what);
+}
+
 uint32_t ballot(bool predicate) {
   struct Operands {
     bool predicate;

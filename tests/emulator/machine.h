@@ -18,6 +18,9 @@ void sync_warp();
 uint32_t shuffle(uint32_t value, int source_lane);
 uint32_t ballot(bool predicate);
 
+// Ends the block with `what` the thread has done where `holds` is false.
+void require(bool holds, const char* what);
+
 // mma.sync.m16n8k16, fp32 accumulation: d = a b + c.
 enum class Operand { kHalf, kBFloat16 };
 void mma_m16n8k16(Operand type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],

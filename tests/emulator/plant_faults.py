@@ -103,7 +103,7 @@ FAULTS = [
     Fault(
         "barrier removed before V is read",
         f"{RACE}|{UNFINISHED}",
-        [(MAINLOOP, "platform::sync_block();\n        if (n_block", "if (n_block")],
+        [(MAINLOOP, "platform::sync_block();\n        if (has_next", "if (has_next")],
         head_dim=96,
     ),
     Fault(
@@ -149,8 +149,8 @@ FAULTS = [
         [
             (
                 MASK,
-                "cute::max(0, end(row_begin)) / block_n",
-                "cute::max(0, end(row_begin)) / block_n + 1",
+                "return end(row_origin) < key_origin + keys ||",
+                "return end(row_origin) < key_origin ||",
             )
         ],
     ),
@@ -179,12 +179,12 @@ FAULTS = [
     Fault(
         "load predicate off by one row",
         BOUNDS,
-        [(COPY, "get<0>(at(0, r, c)) < rows &&", "get<0>(at(0, r, c)) <= rows &&")],
+        [(COPY, "get<0>(beside(0, r, c)) < rows_left", "get<0>(beside(0, r, c)) <= rows_left")],
     ),
     Fault(
         "load predicate off by one column",
         BOUNDS,
-        [(COPY, "get<1>(at(0, r, c)) < head_dim_;", "get<1>(at(0, r, c)) <= head_dim_;")],
+        [(COPY, "(beside(0, r, c)) < columns_left", "(beside(0, r, c)) <= columns_left")],
     ),
     Fault(
         "LSE in base 2",

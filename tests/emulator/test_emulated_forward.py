@@ -116,6 +116,55 @@ def test_bands(emulator, len_q, len_k, window_left, window_right, diagonal_offse
     )
 
 
+@pytest.mark.parametrize("group", [2, 3, 8, 130])
+def test_heads_of_one_query_share_tiles(emulator, group):
+    def products(heads):
+        inputs = random_inputs(2, heads, 1, 64, heads_kv=2, len_k=150, dtype=BF16)
+        return check(emulator, *map(poisoned, inputs))[2].mma
+
+    assert products(2 * group) == -(-group // 128) * products(2)
+
+
+@pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
+def test_bands_of_one_query(emulator, window_left, window_right, diagonal_offset):
+    band = {
+        "window_left": window_left,
+        "window_right": window_right,
+        "diagonal_offset": diagonal_offset,
+    }
+    q, k, v = random_inputs(2, 6, 1, 64, heads_kv=2, len_k=200, dtype=BF16)
+    check(emulator, *map(poisoned, (q, k, v)), **band)
+    check(emulator, q[:, :1].expand(2, 6, 1, 64), k, v, **band)
+
+
+def test_keys_outside_of_the_band_of_one_query_are_not_read(emulator):
+    q, k, v = random_inputs(1, 3, 1, 64, heads_kv=1, len_k=200, dtype=BF16)
+    k[:, :, :90], v[:, :, :90], k[:, :, 101:], v[:, :, 101:] = (math.nan,) * 4
+    counters = check(emulator, q, k, v, window_left=10, window_right=0, diagonal_offset=100)[2]
+    assert counters.global_reads_16 == (3 + 2 * 11) * 64 // 8
+
+
+@pytest.mark.parametrize("len_q, tiles", [(5, 1), (50, 2), (128, 3), (130, 4)])
+def test_heads_of_few_queries_share_tiles(emulator, len_q, tiles):
+    def products(heads, len_q, lay_out=lambda x: x):
+        inputs = random_inputs(2, heads, len_q, 64, heads_kv=1, len_k=150, dtype=BF16)
+        return check(emulator, *map(lay_out, inputs))[2].mma
+
+    of_tile = products(1, 1)
+    assert products(3, len_q) == tiles * of_tile
+    # Rows that are not evenly spaced stay apart.
+    assert products(3, len_q, poisoned) == 3 * -(-len_q // 128) * of_tile
+
+
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_heads_of_few_queries_under_a_mask_and_expanded(emulator, is_expanded):
+    q, k, v = random_inputs(2, 3, 5, 64, heads_kv=1, len_k=150, dtype=BF16)
+    if is_expanded:
+        q = q[:, :1].expand_as(q)
+    check(emulator, q, k, v)
+    check(emulator, q, k, v, True)
+
+
 @BOTH_MASKS
 @BOTH_DTYPES
 @pytest.mark.parametrize("size", [1e-6, 30.0])

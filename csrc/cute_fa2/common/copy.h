@@ -24,28 +24,34 @@ CUTE_DEVICE auto tiles_of_head(const TensorView<Pointer>& view, int batch, int h
 template <class GmemCopy, class TileShape>
 class TileLoader {
  public:
-  CUTE_DEVICE TileLoader(int thread, int head_dim) : thread_(thread), head_dim_(head_dim) {}
+  CUTE_DEVICE TileLoader(unsigned thread, int head_dim) : thread_(thread), head_dim_(head_dim) {}
 
   // Issues the copy of `source` (rows, kHeadDim), of which `rows` rows exist, to `target`;
   // asynchronous.
   template <class Source, class Target>
   CUTE_DEVICE void load(const Source& source, Target&& target, int rows) const {
     using namespace cute;
-    const auto thread_copy = GmemCopy{}.get_slice(platform::computed_here(thread_));
+    const auto thread_copy = GmemCopy{}.get_slice(platform::computed_here(thread_, rows));
     auto from = thread_copy.partition_S(source);  // (8, rows, columns)
     auto to = thread_copy.partition_D(target);    // (8, rows, columns)
-    auto row = from(_, _0{}, _);                  // (8, columns)
-    // (8, rows, columns) -> (row, column)
+    // One running pointer in place of an address for each row: 64-bit addresses are what registers
+    // are short of here.
+    auto row = make_tensor(make_gmem_ptr(platform::computed_here(&from(0, 0, 0))),  // (8, columns)
+                           from(_, _0{}, _).layout());
+    // (8, rows, columns) -> (row, column); thread 0's are constants, which the others' are beside
+    // by the same amount.
     auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));
+    auto beside = GmemCopy{}.get_slice(0).partition_S(make_identity_tensor(TileShape{}));
+    const int rows_left = rows - static_cast<int>(get<0>(at(0, 0, 0)));
+    const int columns_left = head_dim_ - static_cast<int>(get<1>(at(0, 0, 0)));
     CUTE_UNROLL
     for (int r = 0; r < size<1>(from); ++r) {
       CUTE_UNROLL
       for (int c = 0; c < size<2>(from); ++c) {
-        const bool exists = get<0>(at(0, r, c)) < rows && get<1>(at(0, r, c)) < head_dim_;
+        const bool exists =
+            get<0>(beside(0, r, c)) < rows_left && get<1>(beside(0, r, c)) < columns_left;
         copy(GmemCopy{}.with(exists), row(_, c), to(_, r, c));
       }
-      // One running pointer in place of an address for each row: 64-bit addresses are what
-      // registers are short of here.
       row.data() = row.data() + stride<1>(from.layout());
     }
   }
@@ -63,7 +69,7 @@ class TileLoader {
   }
 
  private:
-  int thread_;
+  unsigned thread_;
   int head_dim_;
 };
 
@@ -77,34 +83,33 @@ class DenseKeysValues {
 
  public:
   CUTE_DEVICE DenseKeysValues(const FwdParams& params, int batch, int kv_head, int len_k,
-                              int thread)
-      : keys_(tiles_of_head<ShapeK, const Element>(params.k, batch, kv_head, len_k)),
-        values_(tiles_of_head<ShapeV, const Element>(params.v, batch, kv_head, len_k)),
-        key_loader_(thread, params.head_dim),
-        value_loader_(thread, params.head_dim),
-        len_k_(len_k) {}
+                              unsigned thread)
+      : params_(params), thread_(thread), batch_(batch), kv_head_(kv_head), len_k_(len_k) {}
 
   template <class Target>
   CUTE_DEVICE void load_keys(int n_block, Target&& target) const {
-    key_loader_.load(keys_(cute::_, cute::_, n_block), target, rows_from(n_block));
+    load<ShapeK>(params_.k, n_block, target);
   }
   // Rows past the last key become zeros: their weight is 0, but 0 x NaN would be NaN.
   template <class Target>
   CUTE_DEVICE void load_values(int n_block, Target&& target) const {
-    value_loader_.load(values_(cute::_, cute::_, n_block), target, rows_from(n_block));
+    load<ShapeV>(params_.v, n_block, target);
   }
 
  private:
-  CUTE_DEVICE int rows_from(int n_block) const {
-    return len_k_ - n_block * cute::size<0>(ShapeK{});
+  template <class Shape, class View, class Target>
+  CUTE_DEVICE void load(const View& view, int n_block, Target&& target) const {
+    const auto tiles = tiles_of_head<Shape, const Element>(  // (kBlockN, kHeadDim, blocks)
+        view, platform::computed_here(batch_), platform::computed_here(kv_head_), len_k_);
+    const TileLoader<typename Traits::GmemCopy, Shape> loader(thread_, params_.head_dim);
+    loader.load(tiles(cute::_, cute::_, n_block), target,
+                len_k_ - n_block * cute::size<0>(Shape{}));
   }
 
-  template <class Shape>
-  using Tiles = decltype(tiles_of_head<Shape, const Element>(FwdParams{}.k, 0, 0, 0));
-  Tiles<ShapeK> keys_;    // (kBlockN, kHeadDim, blocks)
-  Tiles<ShapeV> values_;  // (kBlockN, kHeadDimV, blocks)
-  TileLoader<typename Traits::GmemCopy, ShapeK> key_loader_;
-  TileLoader<typename Traits::GmemCopy, ShapeV> value_loader_;
+  const FwdParams& params_;
+  unsigned thread_;
+  int batch_;
+  int kv_head_;
   int len_k_;
 };
 

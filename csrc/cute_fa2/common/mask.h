@@ -51,6 +51,13 @@ class Mask {
     return {(begin(row_end - 1) + block_n - 1) / block_n, cute::max(0, end(row_begin)) / block_n};
   }
 
+  // Whether an edge of any row's interval runs through the tile of `rows` x `keys` at
+  // (row_origin, key_origin), so that its elements need a test.
+  CUTE_DEVICE bool cuts(int row_origin, int rows, int key_origin, int keys) const {
+    row_origin = platform::computed_here(row_origin, key_origin);
+    return end(row_origin) < key_origin + keys || begin(row_origin + rows - 1) > key_origin;
+  }
+
   // Sets the scores outside each row's interval to -inf. `scores` are a thread's, `coords` (row and
   // key of each score within the tile of `rows` x `keys`) in the same (rows, columns) layout, and
   // `offsets` those of thread 0, which are constants; the tile begins at (row_origin, key_origin).
@@ -59,26 +66,29 @@ class Mask {
                          int row_origin, int rows, int key_origin, int keys) const {
     // Few blocks need this: what is computed on the way must not cost the others registers.
     row_origin = platform::computed_here(row_origin);
-    const int first_row = row_origin + cute::get<0>(coords(0, 0));
-    const int first_key = key_origin + cute::get<1>(coords(0, 0));
+    // Coordinates may be unsigned; what they are compared with may be below 0.
+    const auto row_of = [](auto coord) { return static_cast<int>(cute::get<0>(coord)); };
+    const auto key_of = [](auto coord) { return static_cast<int>(cute::get<1>(coord)); };
+    const int first_row = row_origin + row_of(coords(0, 0));
+    const int first_key = key_origin + key_of(coords(0, 0));
     // Each of the two edges costs a test of every score, so only where it crosses the tile.
     if (end(row_origin) < key_origin + keys) {
       CUTE_UNROLL
       for (int r = 0; r < cute::size<0>(scores); ++r) {
-        const int row_end = end(first_row + cute::get<0>(offsets(r, 0))) - first_key;
+        const int row_end = end(first_row + row_of(offsets(r, 0))) - first_key;
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(scores); ++c) {
-          if (cute::get<1>(offsets(r, c)) >= row_end) scores(r, c) = -INFINITY;
+          if (key_of(offsets(r, c)) >= row_end) scores(r, c) = -INFINITY;
         }
       }
     }
     if (kKind == MaskKind::kBanded && begin(row_origin + rows - 1) > key_origin) {
       CUTE_UNROLL
       for (int r = 0; r < cute::size<0>(scores); ++r) {
-        const int row_begin = begin(first_row + cute::get<0>(offsets(r, 0))) - first_key;
+        const int row_begin = begin(first_row + row_of(offsets(r, 0))) - first_key;
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(scores); ++c) {
-          if (cute::get<1>(offsets(r, c)) < row_begin) scores(r, c) = -INFINITY;
+          if (key_of(offsets(r, c)) < row_begin) scores(r, c) = -INFINITY;
         }
       }
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <limits>
 
 #include "common/platform.h"
 #include "params.h"
@@ -10,8 +11,8 @@
 namespace flash_cute {
 
 // The running statistics of kRows rows. Scores are raw products; with c = scale_log2 > 0 a score s
-// weighs 2^(c (s - m)), relative to the row's reference m. That is the row's maximum when it was
-// last raised: it follows the maximum only where a weight would exceed 2^kSlack, as each rise costs
+// weighs 2^(c s - reference). The reference is c times the row's maximum as it was when last
+// raised: it follows the maximum only where a weight would exceed 2^kSlackLog2, as each rise costs
 // a rescaling of O. The four lanes of a quad share each row: the reference is that of the whole
 // row, the sum that of the lane's own columns until `finish`.
 //
@@ -22,7 +23,7 @@ class OnlineSoftmax {
   CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params) : params_(params) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      reference_[r] = -INFINITY;
+      limit_[r] = -INFINITY;
       sum_[r] = 0.f;
     }
   }
@@ -39,15 +40,15 @@ class OnlineSoftmax {
   // the references follow the block's maxima; where it returns true (for the whole warp), what was
   // summed up before is to be rescaled before anything is added to it.
   template <class Scores>
-  CUTE_DEVICE bool raise(const Scores& scores) {
+  CUTE_DEVICE bool raise(Scores& scores) {
     float row_max[kRows];
-    bool rises = false;
+    bool rises = kAnyScale && params_.subtract_max_first;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_max[r] = reference_[r];
+      row_max[r] = scores(r, 0);
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
-      rises |= is_rise(r, row_max[r]);
+      for (int c = 1; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
+      rises |= row_max[r] > limit_[r];
     }
 
     // Each row decides for itself, so that its result does not depend on its neighbours; the warp
@@ -58,9 +59,15 @@ class OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 2));
       row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 1));
-      const float reference = is_rise(r, row_max[r]) ? row_max[r] : reference_[r];
-      rescale_[r] = platform::exp2((reference_[r] - finite(reference)) * params_.scale_log2);
-      reference_[r] = reference;
+      const float limit = row_max[r] > limit_[r] ? row_max[r] + params_.slack : limit_[r];
+      if (kAnyScale && params_.subtract_max_first) {
+        rescale_[r] = platform::exp2((limit_[r] - finite(limit)) * params_.scale_log2);
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= finite(limit);
+      } else {
+        rescale_[r] = platform::exp2(reference(limit_[r]) - reference(limit));
+      }
+      limit_[r] = limit;
       sum_[r] *= rescale_[r];
     }
     return true;
@@ -75,22 +82,21 @@ class OnlineSoftmax {
     }
   }
 
+  // c s - reference is one fused multiply-add a score, exact but for its last rounding. Where c is
+  // so large that c s itself has lost what tells scores apart, `raise` has subtracted the maximum.
   template <class Scores>
   CUTE_DEVICE void weigh(Scores& scores) {
+    float subtrahend[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      // c s - c m is one fused multiply-add a score. It errs by the rounding of c m alone, by the
-      // same amount for the whole row, which the sum takes out again; but where c is so large that
-      // this amount could overflow, m goes first.
-      float scaled_reference = finite(reference_[r]) * params_.scale_log2;
-      if (kAnyScale && params_.subtract_max_first) {
-        CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= finite(reference_[r]);
-        scaled_reference = 0.f;
-      }
+      subtrahend[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference(limit_[r]);
+    }
+    // Column by column, so that the weights that the product with V takes first come first.
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(scores); ++c) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) {
-        scores(r, c) = platform::exp2(scores(r, c) * params_.scale_log2 - scaled_reference);
+      for (int r = 0; r < kRows; ++r) {
+        scores(r, c) = platform::exp2(scores(r, c) * params_.scale_log2 - subtrahend[r]);
         sum_[r] += scores(r, c);
       }
     }
@@ -112,28 +118,29 @@ class OnlineSoftmax {
         out(r, c) = sum == 0.f ? 0.f : out(r, c) * inverse;  // NaN x 0 in a key unseen stays out
       }
       constexpr float kLn2 = 0.693147180559945309f;
-      lse(r) = sum == 0.f ? -INFINITY
-                          : (reference_[r] * params_.scale_log2 + platform::log2(sum)) * kLn2;
+      const float log2_weight = kAnyScale && params_.subtract_max_first
+                                    ? limit_[r] * params_.scale_log2
+                                    : reference(limit_[r]);
+      lse(r) = sum == 0.f ? -INFINITY : (log2_weight + platform::log2(sum)) * kLn2;
     }
     return lse;
   }
 
  private:
-  // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
-  static constexpr float kSlack = 8.f;
+  // Of a row that has seen no key: no score is below it, and -inf - reference is -inf, not NaN.
+  static constexpr float kLowest = std::numeric_limits<float>::lowest();
 
-  // A row's first key is a rise from -inf.
-  CUTE_DEVICE bool is_rise(int r, float row_max) const {
-    return (row_max - reference_[r]) * params_.scale_log2 > kSlack;
+  // The limit is what the row keeps. What is c times the maximum but for the rounding of the two
+  // steps does as well as a reference, if only all use the same.
+  CUTE_DEVICE float reference(float limit) const {
+    return fmaxf(fmaf(limit, params_.scale_log2, -FwdParams::kSlackLog2), kLowest);
   }
 
-  // The reference of a row that has seen no key yet is -inf; 0 in its place keeps -inf - -inf (NaN)
-  // out.
-  static CUTE_DEVICE float finite(float reference) {
-    return reference == -INFINITY ? 0.f : reference;
-  }
+  // 0 for -inf, as -inf - -inf is NaN.
+  static CUTE_DEVICE float finite(float limit) { return limit == -INFINITY ? 0.f : limit; }
 
-  float reference_[kRows];
+  float
+      limit_[kRows];  // a score above it makes the row's reference rise; -inf before the first key
   float sum_[kRows];
   float rescale_[kRows];     // of the last raise
   const FwdParams& params_;  // read where needed: a constant-bank operand costs no register

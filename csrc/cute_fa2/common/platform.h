@@ -17,7 +17,8 @@
 
 namespace flash_cute::platform {
 
-CUTE_DEVICE int thread_index() { return threadIdx.x; }
+// Unsigned, as layouts divide it and the division of a signed number takes more instructions.
+CUTE_DEVICE unsigned thread_index() { return threadIdx.x; }
 CUTE_DEVICE int block_index() { return blockIdx.x; }
 
 // A barrier of all threads of the block, which also makes their shared-memory accesses visible to
@@ -29,6 +30,10 @@ CUTE_DEVICE float shuffle_xor(float value, int lane_mask) {
 }
 
 CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+
+// A value that is the same for all threads of the warp, with the compiler told so: it can then keep
+// it, and what is computed from it, in registers that the warp shares.
+CUTE_DEVICE int same_in_warp(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // 2^x to about 2 ulp, denormal results flushed to zero: one instruction of the special-function
 // unit.
@@ -42,9 +47,21 @@ CUTE_DEVICE float log2(float x) { return ::log2f(x); }
 
 // The same value, with its origin hidden from the compiler: what is computed from it is computed
 // where it stands, not ahead of the loop, where it would hold a register.
-CUTE_DEVICE int computed_here(int value) {
+template <class Integer>
+CUTE_DEVICE Integer computed_here(Integer value) {
   asm volatile("" : "+r"(value));
   return value;
+}
+template <class T>
+CUTE_DEVICE T* computed_here(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+// Hidden from ptxas as well, which sees through the former: it does not know that `changing` is
+// never negative. Within a loop it is to be another in each pass.
+template <class Integer>
+CUTE_DEVICE Integer computed_here(Integer value, int changing) {
+  return computed_here(value) + (changing >> 31);
 }
 
 // Copies issued by this thread so far form a group; `wait_copies<N>` returns when at most the N

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cute/config.hpp>
 
+#include "common/platform.h"
 #include "params.h"
 
 namespace flash_cute {
@@ -27,8 +28,9 @@ struct OneTilePerBlock {
   static CUTE_DEVICE TileCoord tile(const FwdParams& params, int block_m, int block_index) {
     const int m_blocks = (params.len_q + block_m - 1) / block_m;
     const int head_and_batch = block_index / m_blocks;
-    return {m_blocks - 1 - block_index % m_blocks, head_and_batch % params.heads_q,
-            head_and_batch / params.heads_q};
+    return {platform::same_in_warp(m_blocks - 1 - block_index % m_blocks),
+            platform::same_in_warp(head_and_batch % params.heads_q),
+            platform::same_in_warp(head_and_batch / params.heads_q)};
   }
 };
 

@@ -31,9 +31,9 @@ struct FwdKernel {
 
     auto gQ = tiles_of_head<typename Traits::ShapeQ, const Element>(  // (kBlockM, kHeadDim)
         params.q, tile.batch, tile.head, sequence.len_q)(_, _, tile.m_block);
-    const DenseKeysValues<Traits> keys_values(params, tile.batch,
-                                              tile.head / params.heads_per_kv_head, sequence.len_k,
-                                              platform::thread_index());
+    const DenseKeysValues<Traits> keys_values(
+        params, tile.batch, platform::same_in_warp(tile.head / params.heads_per_kv_head),
+        sequence.len_k, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
@@ -42,7 +42,12 @@ struct FwdKernel {
 
     auto out = as_matrix(tOrO);  // (rows, columns)
     auto lse = softmax.finish(out);
-    Epilogue::run(params, tile, row0, rows_q, sequence.len_q, smem, tOrO, lse);
+    // Where the tile is, worked out again: it would hold registers all along.
+    const TileCoord done = Schedule::tile(
+        params, Traits::kBlockM, platform::computed_here(platform::block_index(), sequence.len_q));
+    const int done_row0 = done.m_block * Traits::kBlockM;
+    Epilogue::run(params, done, done_row0, min(Traits::kBlockM, sequence.len_q - done_row0),
+                  sequence.len_q, smem, tOrO, lse);
   }
 };
 

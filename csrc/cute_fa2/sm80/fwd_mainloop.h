@@ -44,12 +44,18 @@ struct FwdMainloop {
                               Softmax& softmax, Out& tOrO) {
     using namespace cute;
     constexpr int kBlockN = Traits::kBlockN;
-    const int thread = platform::thread_index();
+    const unsigned thread = platform::thread_index();
 
     clear(tOrO);
     const BlockRange visible = mask.visible_blocks(row0, row0 + rows_q, kBlockN);
     if (visible.end <= visible.begin) return;
-    const BlockRange unmasked = mask.fully_visible_blocks(row0, row0 + rows_q, kBlockN);
+    // The walk is from the last key to the first.
+    const int last_block = visible.end - 1;
+    // n_block > visible.begin, without a register for the latter: the first row's first key lies
+    // before the block.
+    auto has_next = [&](int n_block) {
+      return mask.begin(platform::computed_here(row0, n_block)) < n_block * kBlockN;
+    };
 
     // Shared memory. Block n_block of the keys lives in stage n_block % kStages.
     auto sQ = make_tensor(make_smem_ptr(smem.q), SmemLayoutQ{});  // (kBlockM, kHeadDim)
@@ -74,63 +80,70 @@ struct FwdMainloop {
     auto load_keys = [&](int n_block) { keys_values.load_keys(n_block, sK(n_block)); };
     auto load_values = [&](int n_block) { keys_values.load_values(n_block, sV(n_block)); };
 
-    auto step = [&](int n_block) {
+    auto step = [&](int index) {
+      const int n_block = platform::computed_here(index);
       // What was copied is there, for all threads: K of this block (and Q, in the first step), with
       // two stages V too. All warps are done with the block before, whose space may be filled.
       platform::wait_copies<0>();
       platform::sync_block();
       if constexpr (Traits::kStages == 1) {
         load_values(n_block);
-      } else if (n_block > visible.begin) {
+      } else if (has_next(n_block)) {
         load_keys(n_block - 1);
         load_values(n_block - 1);
       }
       platform::commit_copies();
 
-      auto tXsQ = load_q.get_slice(platform::computed_here(thread)).partition_S(sQ);  // as tXrQ
-      if (Traits::kQInRegisters && n_block == visible.end - 1) copy(load_q, tXsQ, tXrQ);
+      const unsigned thread_here = platform::computed_here(thread, n_block);
+      auto tXsQ = load_q.get_slice(thread_here).partition_S(sQ);  // as tXrQ
+      if (Traits::kQInRegisters && n_block == last_block) copy(load_q, tXsQ, tXrQ);
       auto fetch_q = [&](int k) {
         if constexpr (!Traits::kQInRegisters) copy(load_q, tXsQ(_, _, k), tXrQ(_, _, k));
       };
       auto tSrS = partition_fragment_C(mma, ShapeS{});  // (4, MMA_M, N / 8)
       clear(tSrS);
-      multiply<LoadK>(tSrQ, fetch_q, tSrK, sK(n_block), tSrS);
+      multiply<LoadK>(thread_here, tSrQ, fetch_q, tSrK, sK(n_block), tSrS);
 
       if constexpr (Traits::kStages == 1) {
         // V of this block is there, for all threads. All warps are done with K: the next may come.
         platform::wait_copies<0>();
         platform::sync_block();
-        if (n_block > visible.begin) load_keys(n_block - 1);
+        if (has_next(n_block)) load_keys(n_block - 1);
         platform::commit_copies();
       }
 
       auto scores = as_matrix(tSrS);  // (rows, columns)
       auto out = as_matrix(tOrO);     // (rows, columns)
-      if (!unmasked.contains(n_block)) {
-        auto coords = [&](int of_thread) {  // (rows, columns) -> (row, key)
+      if (mask.cuts(row0, Traits::kBlockM, n_block * kBlockN, kBlockN)) {
+        auto coords = [&](unsigned of_thread) {  // (rows, columns) -> (row, key)
           return as_matrix(mma.get_slice(of_thread).partition_C(make_identity_tensor(ShapeS{})));
         };
-        mask.apply(scores, coords(platform::computed_here(thread)), coords(0), row0,
+        mask.apply(scores, coords(platform::computed_here(thread)), coords(0u), row0,
                    Traits::kBlockM, n_block * kBlockN, kBlockN);
       }
       softmax.step(scores, out);
 
+      // From here on there is no branch, so that the exponentials of later columns run under the
+      // products with the earlier ones.
       auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
       auto tOrP = as_a_operand(tSrP);      // (8, MMA_M, N / 16)
-      multiply<LoadVt>(tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO);
+      multiply<LoadVt>(thread_here, tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO);
     };
 
     const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);
     loader_q.load(gQ, sQ, rows_q);
-    load_keys(visible.end - 1);
-    if constexpr (Traits::kStages == 2) load_values(visible.end - 1);
+    load_keys(last_block);
+    if constexpr (Traits::kStages == 2) load_values(last_block);
     platform::commit_copies();
     if (params.q_factor != 1.f) {
       // A wait makes a thread's own copies visible to it, and it touches no others.
       platform::wait_copies<0>();
       loader_q.multiply(sQ, params.q_factor);
     }
-    for (int n_block = visible.end - 1; n_block >= visible.begin; --n_block) step(n_block);
+    int n_block = last_block;
+    do {
+      step(n_block);
+    } while (has_next(n_block--));
   }
 
  private:
@@ -138,12 +151,12 @@ struct FwdMainloop {
   // products that use them and no more, as registers are short. `fetch_a(k)` brings A's fragments
   // of step k and is called ahead of that step's products.
   template <class LoadB, class A, class FetchA, class B, class SmemB, class C>
-  static CUTE_DEVICE void multiply(const A& rA, const FetchA& fetch_a, B& rB, const SmemB& sB,
-                                   C& rC) {
+  static CUTE_DEVICE void multiply(unsigned thread, const A& rA, const FetchA& fetch_a, B& rB,
+                                   const SmemB& sB, C& rC) {
     using namespace cute;
     TiledMma mma;
     LoadB load_b;
-    auto thread_load_b = load_b.get_slice(platform::computed_here(platform::thread_index()));
+    auto thread_load_b = load_b.get_slice(thread);
     auto from_b = thread_load_b.partition_S(sB);  // (ldmatrix, columns / 16, k16 steps)
     auto to_b = thread_load_b.retile_D(rB);       // as from_b
     constexpr int kPairs = decltype(size<1>(from_b))::value;
