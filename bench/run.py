@@ -90,6 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
                      help=f"beside {OURS}: " + "; ".join(
                          f"{p.name} = {p.about}" for p in PROVIDERS.values() if p.name != OURS
                      ) + "; or all, or none (default fa2,cudnn)")  # fmt: skip
+    how.add_argument("--tiles", type=Path, nargs="+", default=[], metavar="LIBRARY",
+                     help="tiles beside those of the table, made by bench.tiles")  # fmt: skip
     how.add_argument("--rounds", type=positive, default=5, help="interleaved rounds (default 5)")
     how.add_argument("--iters", type=positive, help="calls a round (default: by --time-budget)")
     how.add_argument("--time-budget", type=positive, default=150, metavar="SECONDS",
@@ -226,6 +228,10 @@ def main(argv: list[str] | None = None) -> int:
         providers[0] = with_smem_limit(args.smem_limit)
     elif args.arch:
         providers[0] = with_arch(args.arch)
+    if args.tiles:
+        from bench.tiles import provider as tile_provider
+
+        providers += [tile_provider(path.resolve()) for path in args.tiles]
     # Half of the time goes to flushing the cache, drawing inputs and warming up.
     turns = len(cases) * len(providers) * args.rounds
     budget_ms = min(20.0, 0.5e3 * args.time_budget / turns)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import baselines, check, harness, host_time, memory, readme_table, run, tables
+from bench import baselines, check, harness, host_time, memory, readme_table, run, tables, tiles
 from bench.baselines import PROVIDERS
 from bench.cases import SUITES, Case, make_inputs, square
 from flash_cute import reference
@@ -138,6 +138,32 @@ def test_grouped_heads_are_measured_beside_as_many_heads() -> None:
 def test_every_head_dim_that_is_built_can_be_tuned() -> None:
     built = set(build_info()["head_dims"])
     assert built <= {case.head_dim for case in SUITES["tuning"]()}
+
+
+def test_a_tile_becomes_a_provider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build_library = pytest.importorskip("build_library")
+    if not build_library.find_cuda() or not build_library.find_cutlass():
+        pytest.skip("needs nvcc and CUTLASS")
+    assert tiles.main(["sm80", "32,64,32,4,1,false", "--out", str(tmp_path)]) == 0
+    assert "0 bytes spilled" in capsys.readouterr().out
+    assert tiles.main(["sm80", "32,64,24,4,1,false", "--out", str(tmp_path)]) == 1
+    assert "cannot be compiled" in capsys.readouterr().out
+
+    provider = tiles.provider(tmp_path / "sm80_32_64_32_4_1_false_bf16.so")
+    case = dataclasses.replace(square(1, 100, 2, 32, causal=True), dtype="bf16")
+    options = dataclasses.replace(FAST, device=harness.default_device())
+    (row,) = harness.measure(case, [provider], options)
+    if torch.cuda.is_available():
+        assert row["correct"]
+    else:
+        assert (row["status"], row["note"]) == ("skipped", "needs a GPU")
+
+
+@pytest.mark.parametrize("tile", ["64,128,64,4,2", "64,128,64,4,2,3", "a,128,64,4,2,true"])
+def test_bad_tiles(tile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tiles.main(["sm80", tile])
+    assert tile in capsys.readouterr().err
 
 
 def test_what_a_peer_refuses_is_reported() -> None:

@@ -1,0 +1,165 @@
+"""Tiles that have no row in csrc/cute_fa2/config.h, to be timed before one is written.
+
+    python -m bench.tiles sm90 64,2,128,4,2,true 64,3,128,3,2,false
+    python -m bench.tiles sm80 64,128,48,4,2,false --blocks-per-sm 3
+    python -m bench.run --suite train --D 64 --check --tiles build/tiles/*.so
+
+A tile is given by the members of `FwdSm90Config` or `FwdConfig`, in their order. The first two
+lines need no GPU: they compile each tile, for Hopper, to a library of its own, and say how many
+registers it takes and whether it spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.baselines import Call as BoundCall
+from bench.baselines import Provider, Result
+from bench.cases import DTYPES, Case
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "csrc"
+CPP_DTYPES = {"fp16": "kHalf", "bf16": "kBFloat16"}
+
+
+# -- compiling -----------------------------------------------------------------------------------
+
+
+def flags_for(arch: str, tile: str, blocks_per_sm: int) -> list[str]:
+    if arch == "sm90":
+        # Products of any multiple of 8 columns, which the library leaves out to compile faster.
+        extended = "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
+        return [extended, "-gencode=arch=compute_90a,code=sm_90a"]
+    # What the register file leaves to a thread, as FwdRow::max_registers has it.
+    head_dim, warps = (int(tile.split(",")[i]) for i in (0, 3))
+    registers = min(255, 65536 // (blocks_per_sm * 32 * warps) // 8 * 8)
+    flags = ["-gencode=arch=compute_80,code=sm_90", f"-maxrregcount={registers}"]
+    # As variants.py has it for this head dim.
+    return flags + (["-Xptxas=--register-usage-level=7"] if head_dim == 128 else [])
+
+
+def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: Path) -> bool:
+    sys.path.insert(0, str(SOURCES))
+    from build_library import find_cuda, find_cutlass
+
+    cuda, cutlass = find_cuda(), find_cutlass()
+    if not cuda or not cutlass:
+        sys.exit("this needs nvcc and CUTLASS: `make setup` brings them")
+    name = f"{arch}_{tile.replace(',', '_')}_{dtype}"
+    if arch == "sm80" and blocks_per_sm != 2:
+        name += f"_x{blocks_per_sm}"
+    folder.mkdir(parents=True, exist_ok=True)
+    source, target = folder / f"{name}.cu", folder / f"{name}.so"
+    macros = {"ARCH": arch[2:], "TILE": tile, "DTYPE": CPP_DTYPES[dtype]}
+    lines = [f"#define FLASH_CUTE_{macro} {value}" for macro, value in macros.items()]
+    source.write_text("\n".join([*lines, f'#include "{ROOT}/bench/tile.cu"\n']))
+    command = [str(Path(cuda.root, "bin/nvcc")), "-std=c++20", "-O3", "-DNDEBUG", "-shared"]
+    command += ["--expt-relaxed-constexpr", "-cudart=static", "-Xptxas=-v"]
+    command += ["-Xcompiler=-fPIC,-fvisibility=hidden", f"-I{SOURCES}/cute_fa2", f"-I{cutlass}"]
+    command += [*flags_for(arch, tile, blocks_per_sm), "-o", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    report = done.stdout + done.stderr
+    if done.returncode != 0:
+        errors = [line for line in report.splitlines() if "error" in line]
+        print(f"{name}: cannot be compiled: {(errors or [report])[0]}", flush=True)
+        return False
+    registers = "/".join(re.findall(r"Used (\d+) registers", report))
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+    serialized = "; wgmma serialized" if "Potential Performance Loss" in report else ""
+    print(f"{target}: {registers} registers, {spills} bytes spilled{serialized}", flush=True)
+    return True
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tiles", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("arch", choices=("sm80", "sm90"))
+    parser.add_argument("tiles", nargs="+", metavar="TILE")
+    parser.add_argument("--dtype", choices=CPP_DTYPES, default="bf16")
+    parser.add_argument("--blocks-per-sm", type=int, default=2,
+                        help="blocks that are to share a processor (sm80; default 2)")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=ROOT / "build/tiles", metavar="FOLDER")
+    args = parser.parse_args(argv)
+    for tile in args.tiles:
+        if not re.fullmatch(r"(\d+,){5}(true|false)", tile):
+            parser.error(f"{tile!r} is not five numbers and true or false, as 64,128,64,4,2,true")
+    done = [
+        compile_tile(args.arch, tile, args.dtype, args.blocks_per_sm, args.out)
+        for tile in args.tiles
+    ]
+    return 0 if all(done) else 1
+
+
+# -- timing --------------------------------------------------------------------------------------
+
+
+class Call(ctypes.Structure):
+    """As in tile.cu."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p * 4),
+        ("lse", ctypes.c_void_p),
+        ("strides", ctypes.c_int64 * 3 * 4),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
+        ),
+        ("scale", ctypes.c_double),
+        ("is_causal", ctypes.c_int64),
+        ("device", ctypes.c_int64),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+def provider(path: Path) -> Provider:
+    """The tile in a library that `main` has made, by the file's name."""
+    name = path.stem
+    dtype = next(dtype for dtype in DTYPES if dtype in name)
+    bucket = int(name.split("_")[1])
+    forward = ctypes.CDLL(str(path)).forward
+    forward.restype = ctypes.c_char_p
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "needs a GPU"
+        if case.dtype != dtype or not bucket // 2 < case.head_dim <= bucket or case.head_dim % 8:
+            return f"a tile for head dim {bucket}, {dtype}"
+        return None
+
+    def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> BoundCall:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:3], device=q.device)
+        tensors = (q, k, v, out)
+        call = Call(
+            (ctypes.c_void_p * 4)(*(x.data_ptr() for x in tensors)),
+            lse.data_ptr(),
+            (ctypes.c_int64 * 3 * 4)(*((ctypes.c_int64 * 3)(*x.stride()[:3]) for x in tensors)),
+            *(case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim),
+            case.scale,
+            case.causal,
+            q.device.index or 0,
+        )
+
+        def run() -> Result:
+            call.stream = torch.cuda.current_stream(q.device).cuda_stream
+            error = forward(ctypes.byref(call))
+            if error is not None:
+                raise RuntimeError(error.decode())
+            return out, lse
+
+        return run
+
+    return Provider(name, f"the tile in {path}", bind, why_not)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
