@@ -36,6 +36,7 @@ SM90_MAP = "sm90/tensor_map.h"
 
 # What catches a fault, as regular expressions.
 RACE = "with no barrier in between"
+UNWRITTEN = "which nobody has written"
 UNFINISHED = "has not waited for"
 BOUNDS = "in no row of any tensor"
 WRONG = "out error"  # or the LSE's
@@ -91,7 +92,7 @@ class Fault:
 FAULTS = [
     Fault(
         "barrier removed before K is read",
-        RACE,
+        f"{RACE}|{UNWRITTEN}",
         [
             (
                 MAINLOOP,
