@@ -75,7 +75,7 @@ extern "C" __attribute__((visibility("default"))) const char* forward(
   params.k = view<const void*>(*call, 1);
   params.v = view<const void*>(*call, 2);
   params.out = view<void*>(*call, 3);
-  params.lse = call->lse;
+  params.lse = {call->lse, call->heads * call->q_len, call->q_len, 1};
   params.batch = static_cast<int>(call->batch);
   params.heads_q = static_cast<int>(call->heads);
   params.heads_per_kv_head = static_cast<int>(call->heads / call->kv_heads);

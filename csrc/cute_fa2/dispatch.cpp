@@ -93,47 +93,8 @@ void with_constants(const FwdParams& params, DType dtype, MaskKind mask, F&& f) 
   });
 }
 
-// A lone query sees keys that lie together: K and V of those alone need no mask.
-void drop_mask_of_one_query(FwdParams& params, MaskKind& mask) {
-  if (params.len_q != 1 || mask != MaskKind::kBanded) return;
-  const int begin = std::clamp(params.band_begin, 0, params.len_k);
-  const int end = std::clamp(params.band_end, begin, params.len_k);
-  for (TensorView<const void*>* view : {&params.k, &params.v}) {
-    constexpr int kElementBytes = 2;
-    view->data = static_cast<const char*>(view->data) + begin * view->stride_row * kElementBytes;
-  }
-  params.len_k = end - begin;
-  mask = MaskKind::kFull;
-}
-
-// Query heads that share a K and V head become rows of one sequence where that makes fewer tiles of
-// `block_m` rows, as it does in decoding: a tile then reads K and V once for all of them. Their
-// rows must lie evenly spaced and see the same keys.
-void pack_heads(FwdParams& params, MaskKind mask, int block_m) {
-  const int group = params.heads_per_kv_head;
-  const int64_t rows = int64_t{params.len_q} * group;
-  const auto tiles = [&](int64_t rows) { return (rows + block_m - 1) / block_m; };
-  const auto is_even = [&](const auto& view) {
-    return params.len_q == 1 || view.stride_head == params.len_q * view.stride_row;
-  };
-  if (mask != MaskKind::kFull || !is_even(params.q) || !is_even(params.out) || rows > kMaxLength ||
-      tiles(rows) >= tiles(params.len_q) * group) {
-    return;
-  }
-  const auto pack = [&](auto& view) {
-    if (params.len_q == 1) view.stride_row = view.stride_head;
-    view.stride_head *= group;
-  };
-  pack(params.q);
-  pack(params.out);
-  params.len_q = static_cast<int>(rows);
-  params.heads_q /= group;
-  params.heads_per_kv_head = 1;
-}
-
-void launch_sm80(FwdParams params, DType dtype, MaskKind mask, int smem_limit, int device,
+void launch_sm80(const FwdParams& params, DType dtype, MaskKind mask, int smem_limit, int device,
                  cudaStream_t stream) {
-  drop_mask_of_one_query(params, mask);
   with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
     const int row = select_fwd_sm80(head_dim, smem_limit);
     if (row < 0) {
@@ -141,7 +102,6 @@ void launch_sm80(FwdParams params, DType dtype, MaskKind mask, int smem_limit, i
                                std::to_string(params.head_dim) + " fits " +
                                std::to_string(smem_limit) + " bytes of shared memory");
     }
-    pack_heads(params, mask, kFwdSm80[row].config.block_m);
     launch_fwd_sm80<dtype(), head_dim(), mask()>(params, row, device, stream);
   });
 }

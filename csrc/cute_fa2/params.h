@@ -30,7 +30,7 @@ struct FwdParams {
   TensorView<const void*> k;  // (batch, heads_q / heads_per_kv_head, len_k, head_dim)
   TensorView<const void*> v;  // as k
   TensorView<void*> out;      // as q
-  float* lse;                 // (batch, heads_q, len_q), contiguous, natural logarithm
+  TensorView<float*> lse;     // (batch, heads_q, len_q), natural logarithm; its rows are numbers
 
   int batch;
   int heads_q;

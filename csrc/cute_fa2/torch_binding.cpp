@@ -156,7 +156,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
   params.k = readable(k, k_copy);
   params.v = readable(v, v_copy);
   params.out = view_of<void*>(g_out, out_data);
-  params.lse = static_cast<float*>(lse.data_ptr());
+  params.lse = {static_cast<float*>(lse.data_ptr()), lse_strides[0], lse_strides[1],
+                lse_strides[2]};
   params.batch = static_cast<int>(batch);
   params.heads_q = static_cast<int>(heads_q);
   params.heads_per_kv_head = static_cast<int>(heads_q / gk.sizes[1]);

@@ -71,7 +71,7 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
   params.k = {call->k.data, call->k.strides[0], call->k.strides[1], call->k.strides[2]};
   params.v = {call->v.data, call->v.strides[0], call->v.strides[1], call->v.strides[2]};
   params.out = {call->out.data, call->out.strides[0], call->out.strides[1], call->out.strides[2]};
-  params.lse = call->lse;
+  params.lse = {call->lse, call->q.sizes[1] * call->q.sizes[2], call->q.sizes[2], 1};
   params.batch = static_cast<int>(call->q.sizes[0]);
   params.heads_q = static_cast<int>(call->q.sizes[1]);
   params.heads_per_kv_head = static_cast<int>(call->q.sizes[1] / call->k.sizes[1]);

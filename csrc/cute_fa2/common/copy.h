@@ -56,6 +56,27 @@ class TileLoader {
     }
   }
 
+  // The same of a tile of scattered rows: row r begins at `find(r)`, if it `exists(r)`.
+  template <class Target, class Find, class Exists>
+  CUTE_DEVICE void load_rows(Target&& target, const Find& find, const Exists& exists) const {
+    using namespace cute;
+    const auto thread_copy = GmemCopy{}.get_slice(thread_);
+    auto to = thread_copy.partition_D(target);  // (8, rows, columns)
+    // (8, rows, columns) -> (row, column)
+    auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));
+    CUTE_UNROLL
+    for (int r = 0; r < size<1>(to); ++r) {
+      const int row = get<0>(at(0, r, 0));
+      const auto* source = find(row);
+      CUTE_UNROLL
+      for (int c = 0; c < size<2>(to); ++c) {
+        const int column = get<1>(at(0, r, c));
+        copy(GmemCopy{}.with(exists(row) && column < head_dim_),
+             make_tensor(make_gmem_ptr(source + column), Shape<_8>{}), to(_, r, c));
+      }
+    }
+  }
+
   // Multiplies this thread's share of a tile in shared memory by `factor`: what it copied itself
   // and has waited for, so that no barrier is needed before.
   template <class Target>

@@ -14,8 +14,6 @@ namespace flash_cute {
 struct BlockRange {
   int begin;
   int end;  // one past the last
-
-  CUTE_DEVICE bool contains(int block) const { return begin <= block && block < end; }
 };
 
 // A row is a query.
@@ -44,11 +42,6 @@ class Mask {
   // when there is none.
   CUTE_DEVICE BlockRange visible_blocks(int row_begin, int row_end, int block_n) const {
     return {begin(row_begin) / block_n, (cute::max(0, end(row_end - 1)) + block_n - 1) / block_n};
-  }
-
-  // The key blocks of which every one of the rows sees every key, so that no element needs a test.
-  CUTE_DEVICE BlockRange fully_visible_blocks(int row_begin, int row_end, int block_n) const {
-    return {(begin(row_end - 1) + block_n - 1) / block_n, cute::max(0, end(row_begin)) / block_n};
   }
 
   // Whether an edge of any row's interval runs through the tile of `rows` x `keys` at

@@ -4,10 +4,10 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/copy.h"
 #include "common/layout.h"
 #include "common/platform.h"
-#include "common/schedule.h"
+#include "common/tile.h"
+#include "sm80/arguments.h"
 
 namespace flash_cute::sm80 {
 
@@ -21,10 +21,13 @@ struct FwdEpilogue {
   // lse   (rows), of the thread's rows, the same for the four lanes of a quad
   // row0  the tile's first query row, of which `rows_q` exist
   template <class Out, class Lse>
-  static CUTE_DEVICE void run(const FwdParams& params, TileCoord tile, int row0, int rows_q,
-                              int len_q, typename Traits::SharedMemory& smem, const Out& tOrO,
+  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int row0, int rows_q,
+                              typename Traits::SharedMemory& smem, const Out& tOrO,
                               const Lse& lse) {
     using namespace cute;
+    const FwdParams& params = arguments.params;
+    const QueryRows& rows = arguments.rows;
+    auto exists = [&](int row) { return row < rows_q && rows.is_head(row0 + row); };
     const int thread = platform::thread_index();
     using SmemLayoutO = typename Traits::SmemLayoutO;
     auto sO = make_tensor(make_smem_ptr(smem.o), SmemLayoutO{});  // (kBlockM, kHeadDimV)
@@ -37,31 +40,29 @@ struct FwdEpilogue {
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
-    float* lse_of_head =
-        params.lse + (static_cast<int64_t>(tile.batch) * params.heads_q + tile.head) * len_q;
     if (get<1>(tOcO(0, 0)) == 0) {  // one lane of each quad
       CUTE_UNROLL
       for (int r = 0; r < size(lse); ++r) {
         const int row = get<0>(tOcO(r, 0));
-        if (row < rows_q) lse_of_head[row0 + row] = lse(r);
+        if (exists(row)) *rows.template find<float>(params.lse, tile, row0 + row) = lse(r);
       }
     }
 
-    platform::sync_block();                       // O is in shared memory, from all warps
-    auto gO = tiles_of_head<ShapeO, ElementOut>(  // (kBlockM, kHeadDimV)
-        params.out, tile.batch, tile.head, len_q)(_, _, tile.m_block);
+    platform::sync_block();  // O is in shared memory, from all warps
     typename Traits::GmemCopyO gmem_copy;
     auto thread_copy = gmem_copy.get_slice(thread);
     auto from = thread_copy.partition_S(sO);  // (8, rows, columns)
-    auto to = thread_copy.partition_D(gO);    // (8, rows, columns)
     // (8, rows, columns) -> (row, column)
     auto at = thread_copy.partition_S(make_identity_tensor(ShapeO{}));
     CUTE_UNROLL
     for (int r = 0; r < size<1>(from); ++r) {
+      const int row = get<0>(at(0, r, 0));
+      auto* out = rows.template find<ElementOut>(params.out, tile, row0 + row);
       CUTE_UNROLL
       for (int c = 0; c < size<2>(from); ++c) {
-        if (get<0>(at(0, r, c)) < rows_q && get<1>(at(0, r, c)) < params.head_dim) {
-          copy(gmem_copy, from(_, r, c), to(_, r, c));
+        const int column = get<1>(at(0, r, c));
+        if (exists(row) && column < params.head_dim) {
+          copy(gmem_copy, from(_, r, c), make_tensor(make_gmem_ptr(out + column), Shape<_8>{}));
         }
       }
     }

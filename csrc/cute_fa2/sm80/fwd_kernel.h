@@ -5,10 +5,12 @@
 #include "common/copy.h"
 #include "common/mask.h"
 #include "common/platform.h"
-#include "common/schedule.h"
 #include "common/sequence.h"
+#include "common/tile.h"
+#include "sm80/arguments.h"
 #include "sm80/fwd_epilogue.h"
 #include "sm80/fwd_mainloop.h"
+#include "sm80/schedule.h"
 #include "sm80/traits.h"
 
 namespace flash_cute::sm80 {
@@ -20,34 +22,34 @@ struct FwdKernel {
   using Epilogue = FwdEpilogue<Traits>;
   using Schedule = OneTilePerBlock;
 
-  static CUTE_DEVICE void run(const FwdParams& params, typename Traits::SharedMemory& smem) {
+  static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     using namespace cute;
-    using Element = typename Traits::Element;
-    const TileCoord tile = Schedule::tile(params, Traits::kBlockM, platform::block_index());
+    const FwdParams& params = arguments.params;
+    const QueryRows& rows = arguments.rows;
+    const TileCoord tile = Schedule::tile(params, rows, Traits::kBlockM, platform::block_index());
     const Sequence sequence(params);
-    const Mask<kMask> mask(params, sequence);
+    const Mask<kMask, QueryRows> mask(params, sequence, rows);
     const int row0 = tile.m_block * Traits::kBlockM;
-    const int rows_q = min(Traits::kBlockM, sequence.len_q - row0);
+    const int rows_q = min(Traits::kBlockM, rows.count(sequence.len_q) - row0);
 
-    auto gQ = tiles_of_head<typename Traits::ShapeQ, const Element>(  // (kBlockM, kHeadDim)
-        params.q, tile.batch, tile.head, sequence.len_q)(_, _, tile.m_block);
-    const DenseKeysValues<Traits> keys_values(
-        params, tile.batch, platform::same_in_warp(tile.head / params.heads_per_kv_head),
-        sequence.len_k, platform::thread_index());
+    const DenseKeysValues<Traits> keys_values(params, tile.batch,
+                                              platform::same_in_warp(rows.kv_head(tile.head)),
+                                              sequence.len_k, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
     typename Mainloop::Softmax softmax(params);
-    Mainloop::run(params, gQ, keys_values, mask, row0, rows_q, smem, softmax, tOrO);
+    Mainloop::run(arguments, tile, keys_values, mask, row0, rows_q, smem, softmax, tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
     auto lse = softmax.finish(out);
     // Where the tile is, worked out again: it would hold registers all along.
-    const TileCoord done = Schedule::tile(
-        params, Traits::kBlockM, platform::computed_here(platform::block_index(), sequence.len_q));
+    const TileCoord done =
+        Schedule::tile(params, rows, Traits::kBlockM,
+                       platform::computed_here(platform::block_index(), sequence.len_q));
     const int done_row0 = done.m_block * Traits::kBlockM;
-    Epilogue::run(params, done, done_row0, min(Traits::kBlockM, sequence.len_q - done_row0),
-                  sequence.len_q, smem, tOrO, lse);
+    Epilogue::run(arguments, done, done_row0,
+                  min(Traits::kBlockM, rows.count(sequence.len_q) - done_row0), smem, tOrO, lse);
   }
 };
 

@@ -9,6 +9,8 @@
 #include "common/mask.h"
 #include "common/online_softmax.h"
 #include "common/platform.h"
+#include "common/tile.h"
+#include "sm80/arguments.h"
 
 namespace flash_cute::sm80 {
 
@@ -34,15 +36,17 @@ struct FwdMainloop {
   using Softmax = OnlineSoftmax<kRows>;
 
   // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`.
-  //   gQ            (kBlockM, kHeadDim) in global memory, of which `rows_q` rows exist
   //   keys_values   hands out the tiles of K and V
-  //   row0          the tile's first query row
+  //   row0          the tile's first query row, of which `rows_q` exist
   //   tOrO          (4, MMA_M, kHeadDimV / 8), cleared here
-  template <class GQ, class KeysValues, class Out>
-  static CUTE_DEVICE void run(const FwdParams& params, const GQ& gQ, const KeysValues& keys_values,
-                              const Mask<kMask>& mask, int row0, int rows_q, SharedMemory& smem,
-                              Softmax& softmax, Out& tOrO) {
+  template <class KeysValues, class Out>
+  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile,
+                              const KeysValues& keys_values, const Mask<kMask, QueryRows>& mask,
+                              int row0, int rows_q, SharedMemory& smem, Softmax& softmax,
+                              Out& tOrO) {
     using namespace cute;
+    const FwdParams& params = arguments.params;
+    const QueryRows& rows = arguments.rows;
     constexpr int kBlockN = Traits::kBlockN;
     const unsigned thread = platform::thread_index();
 
@@ -131,7 +135,9 @@ struct FwdMainloop {
     };
 
     const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);
-    loader_q.load(gQ, sQ, rows_q);
+    loader_q.load_rows(
+        sQ, [&](int row) { return rows.template find<const Element>(params.q, tile, row0 + row); },
+        [&](int row) { return row < rows_q && rows.is_head(row0 + row); });
     load_keys(last_block);
     if constexpr (Traits::kStages == 2) load_values(last_block);
     platform::commit_copies();

@@ -3,9 +3,9 @@
 
 #include <cuda_runtime.h>
 
-#include "common/schedule.h"
 #include "config.h"
 #include "dispatch.h"
+#include "sm80/arguments.h"
 #include "sm80/fwd_kernel.h"
 
 namespace flash_cute {
@@ -14,9 +14,9 @@ namespace sm80 {
 #ifdef __CUDACC__
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Traits::kThreads)
-    fwd_kernel(const __grid_constant__ FwdParams params) {
+    fwd_kernel(const __grid_constant__ Arguments arguments) {
   extern __shared__ __align__(128) unsigned char smem[];
-  Kernel::run(params, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
+  Kernel::run(arguments, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
 }
 #endif
 
@@ -24,14 +24,15 @@ template <class Kernel>
 void launch(const FwdParams& params, int device, cudaStream_t stream) {
   using Traits = typename Kernel::Traits;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
-  const int64_t blocks = Kernel::Schedule::grid_size(params, Traits::kBlockM);
+  const Arguments arguments = {params, QueryRows::make(params, Traits::kBlockM, Traits::kBlockM)};
+  const int64_t blocks = Kernel::Schedule::grid_size(params, arguments.rows, Traits::kBlockM);
   check_grid(blocks);
 #ifndef __CUDACC__
-  auto kernel = [](const void* params, void* smem) {
-    Kernel::run(*static_cast<const FwdParams*>(params),
+  auto kernel = [](const void* arguments, void* smem) {
+    Kernel::run(*static_cast<const Arguments*>(arguments),
                 *static_cast<typename Traits::SharedMemory*>(smem));
   };
-  emulator::run_grid(blocks, Traits::kThreads, kSmemBytes, kernel, &params, sizeof params);
+  emulator::run_grid(blocks, Traits::kThreads, kSmemBytes, kernel, &arguments, sizeof arguments);
 #else
   if constexpr (kSmemBytes >
                 48 * 1024) {  // more than 48 KB has to be asked for, once for each device
@@ -43,7 +44,7 @@ void launch(const FwdParams& params, int device, cudaStream_t stream) {
     }
   }
   fwd_kernel<Kernel>
-      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSmemBytes, stream>>>(params);
+      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSmemBytes, stream>>>(arguments);
   check_cuda(cudaGetLastError());
 #endif
 }

@@ -3,8 +3,8 @@
 
 #include <cuda.h>
 
+#include "common/tile.h"
 #include "params.h"
-#include "sm90/query_rows.h"
 #include "sm90/schedule.h"
 
 namespace flash_cute::sm90 {

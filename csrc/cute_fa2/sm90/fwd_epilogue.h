@@ -4,7 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/layout.h"
-#include "common/schedule.h"
+#include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
 
@@ -19,7 +19,7 @@ struct FwdEpilogue {
   // row0  the consumer's first query row, of which `rows_q` exist
   template <class Out, class Lse>
   static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int row0, int rows_q,
-                              int len_q, const Out& tOrO, const Lse& lse) {
+                              const Out& tOrO, const Lse& lse) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const int thread = hopper::thread_in_warpgroup();
@@ -32,13 +32,10 @@ struct FwdEpilogue {
       const int row_in_tile = thread / 32 * 16 + thread % 32 / 4 + 8 * r;
       const int row = row0 + row_in_tile;
       const bool exists = row_in_tile < rows_q && arguments.rows.is_head(row);
-      const int query = arguments.rows.query(row);
-      const int64_t head = arguments.rows.head(tile.head, row);
       if (exists && lane_in_quad == 0) {
-        params.lse[(int64_t{tile.batch} * params.heads_q + head) * len_q + query] = lse(r);
+        *arguments.rows.template find<float>(params.lse, tile, row) = lse(r);
       }
-      auto* out = static_cast<ElementOut*>(params.out.data) + tile.batch * params.out.stride_batch +
-                  head * params.out.stride_head + query * params.out.stride_row;
+      auto* out = arguments.rows.template find<ElementOut>(params.out, tile, row);
       // A lane holds two columns of every eight. Four lanes trade, for each of them to have eight
       // columns that lie together: 16 bytes.
       CUTE_UNROLL

@@ -42,12 +42,12 @@ struct FwdKernel {
       consumer.run(tiles, [&](int index, auto& softmax, auto& tOrO) {
         using namespace cute;
         const TileCoord tile = arguments.schedule.tile(platform::computed_here(index));
-        const int len_q = Sequence(arguments.params).len_q;
         const int row0 = tile.m_block * Traits::kBlockM + (warpgroup - 1) * Traits::kRows;
-        const int rows_q = min(Traits::kRows, arguments.rows.count(len_q) - row0);
+        const int rows_q =
+            min(Traits::kRows, arguments.rows.count(Sequence(arguments.params).len_q) - row0);
         auto out = as_matrix(tOrO);  // (rows, columns)
         auto lse = softmax.finish(out);
-        Epilogue::run(arguments, tile, row0, rows_q, len_q, tOrO, lse);
+        Epilogue::run(arguments, tile, row0, rows_q, tOrO, lse);
       });
     }
   }

@@ -10,8 +10,8 @@
 #include "common/mask.h"
 #include "common/online_softmax.h"
 #include "common/platform.h"
-#include "common/schedule.h"
 #include "common/sequence.h"
+#include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
 
@@ -176,7 +176,7 @@ struct FwdMainloop {
         bool is_multiplying = false;
         CUTE_NO_UNROLL
         for (int n_block = work.blocks.end - 1 - work.skipped;; --n_block) {
-          if (!work.unmasked.contains(n_block)) {
+          if (mask.cuts(work.row0, Traits::kRows, n_block * kBlockN, kBlockN)) {
             // (rows, columns) -> (row, key)
             auto coords = [](int thread) {
               return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
@@ -225,11 +225,10 @@ struct FwdMainloop {
    private:
     // This consumer's part of a tile.
     struct Work {
-      int index;            // of the tile in the schedule
-      int row0;             // its first row
-      BlockRange blocks;    // key blocks of the tile
-      BlockRange unmasked;  // those of which these rows see every key
-      int skipped;          // of the last blocks, of which these rows see none
+      int index;          // of the tile in the schedule
+      int row0;           // its first row
+      BlockRange blocks;  // key blocks of the tile
+      int skipped;        // of the last blocks, of which these rows see none
     };
 
     CUTE_DEVICE bool next(Tiles& tiles, Work& work) const {
@@ -242,7 +241,6 @@ struct FwdMainloop {
       work.blocks = blocks_of(arguments_, tile);
       const int rows_q = arguments_.rows.count(sequence.len_q) - work.row0;
       const int row_end = work.row0 + cute::max(1, cute::min(+Traits::kRows, rows_q));
-      work.unmasked = mask.fully_visible_blocks(work.row0, row_end, kBlockN);
       // At least one block is worked on, and the stages that wait for the skipping do not run out.
       work.skipped = cute::max(
           0, cute::min(work.blocks.end - mask.visible_blocks(work.row0, row_end, kBlockN).end,

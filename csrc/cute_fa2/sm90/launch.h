@@ -28,7 +28,9 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
   // Not more than if each head had its own.
   check_grid(static_cast<int64_t>((params.len_q + Traits::kBlockM - 1) / Traits::kBlockM) *
              params.heads_q * params.batch);
-  const QueryRows rows = QueryRows::make(params, Traits::kBlockM);
+  // A consumer's rows are one box, in which an expanded dimension cannot be.
+  const QueryRows rows =
+      QueryRows::make(params, Traits::kBlockM, params.q.stride_head != 0 ? Traits::kRows : 1);
   const int heads_kv = params.heads_q / params.heads_per_kv_head;
   auto map_keys = [&](const TensorView<const void*>& view) {
     return make_tensor_map(view, dtype, params.batch, heads_kv, 1, params.len_k, params.head_dim, 1,

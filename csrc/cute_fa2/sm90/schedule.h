@@ -8,9 +8,8 @@
 #include <cstdint>
 #include <cute/config.hpp>
 
-#include "common/schedule.h"
+#include "common/tile.h"
 #include "params.h"
-#include "sm90/query_rows.h"
 
 namespace flash_cute::sm90 {
 
@@ -23,15 +22,13 @@ class Schedule {
                        int multiprocessors) {
     constexpr int64_t kSectionBytes = 16 << 20;  // of 50 MB L2
     const int m_blocks = (rows.count(params.len_q) + block_m - 1) / block_m;
-    const int heads = rows.heads(params) * params.batch;
+    const int heads = rows.heads() * params.batch;
     const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
     // Equal tiles need no order but that of memory.
-    const int section =
-        mask == MaskKind::kFull
-            ? 1
-            : static_cast<int>(std::clamp<int64_t>(
-                  kSectionBytes / head_bytes * (params.heads_per_kv_head / rows.group()), 1,
-                  heads));
+    const int section = mask == MaskKind::kFull
+                            ? 1
+                            : static_cast<int>(std::clamp<int64_t>(
+                                  kSectionBytes / head_bytes * rows.heads_per_kv_head(), 1, heads));
     Schedule s;
     s.tiles_ = m_blocks * heads;
     s.blocks_ = std::min(s.tiles_, multiprocessors);
@@ -40,7 +37,7 @@ class Schedule {
     s.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
     s.section_ = cutlass::FastDivmod(section);
     s.last_section_ = cutlass::FastDivmod(std::max(1, heads % section));
-    s.heads_ = cutlass::FastDivmod(rows.heads(params));
+    s.heads_ = cutlass::FastDivmod(rows.heads());
     return s;
   }
 

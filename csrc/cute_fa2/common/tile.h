@@ -1,0 +1,69 @@
+// A tile of the output: which one, and what its rows stand for.
+#pragma once
+
+#include <cstdint>
+#include <cute/config.hpp>
+
+#include "params.h"
+
+namespace flash_cute {
+
+struct TileCoord {
+  int m_block;  // which block_m rows
+  int head;     // query head, or group of them (QueryRows)
+  int batch;
+};
+
+// Where many query heads share a K and V head and queries are few, as in decoding, all heads of
+// such a group are rows of one tile, so that K and V are read once for them all: row r is query
+// r / 2^n of the group's head r % 2^n, with 2^n at least the group's size. Otherwise a row is a
+// query.
+class QueryRows {
+ public:
+  // Packs where that makes fewer tiles of `block_m` rows, at most `most` rows for each query.
+  static QueryRows make(const FwdParams& params, int block_m, int most) {
+    const int group = params.heads_per_kv_head;
+    int log2 = 0;
+    while ((1 << log2) < group) ++log2;
+    const int64_t rows_packed = int64_t{params.len_q} << log2;
+    const auto tiles = [&](int64_t rows) { return (rows + block_m - 1) / block_m; };
+    const bool packed = group > 1 && (1 << log2) <= most && rows_packed < kMaxLength &&
+                        tiles(rows_packed) < tiles(params.len_q) * group;
+    QueryRows rows;
+    rows.log2_ = packed ? log2 : 0;
+    rows.group_ = packed ? group : 1;
+    rows.heads_ = params.heads_q / rows.group_;
+    rows.heads_per_kv_head_ = packed ? 1 : group;
+    return rows;
+  }
+
+  // Of tiles, as `TileCoord::head` counts them: packed heads are one.
+  CUTE_HOST_DEVICE int heads() const { return heads_; }
+  CUTE_HOST_DEVICE int heads_per_kv_head() const { return heads_per_kv_head_; }
+  CUTE_HOST_DEVICE int count(int len_q) const { return len_q << log2_; }
+
+  CUTE_HOST_DEVICE int group() const { return group_; }              // heads that are packed
+  CUTE_HOST_DEVICE int rows_of_query() const { return 1 << log2_; }  // at least as many
+  CUTE_DEVICE int kv_head(int tile_head) const { return tile_head / heads_per_kv_head_; }
+  CUTE_DEVICE int query(int row) const { return row >> log2_; }
+  CUTE_DEVICE int head(int tile_head, int row) const { return tile_head * group_ + in_group(row); }
+  // Whether a row of an existing query stands for a head.
+  CUTE_DEVICE bool is_head(int row) const { return in_group(row) < group_; }
+
+  // Where the row begins that `row` stands for, of a (batch, heads_q, len_q, head_dim) tensor.
+  template <class Element, class Pointer>
+  CUTE_DEVICE Element* find(const TensorView<Pointer>& view, TileCoord tile, int row) const {
+    return static_cast<Element*>(view.data) + tile.batch * view.stride_batch +
+           head(tile.head, row) * view.stride_head + query(row) * view.stride_row;
+  }
+
+ private:
+  CUTE_DEVICE int in_group(int row) const { return row & ((1 << log2_) - 1); }
+
+  int log2_;
+  int group_;
+  int heads_;
+  int heads_per_kv_head_;
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,14 @@
+// What an SM80 kernel is launched with.
+#pragma once
+
+#include "common/tile.h"
+#include "params.h"
+
+namespace flash_cute::sm80 {
+
+struct Arguments {
+  FwdParams params;
+  QueryRows rows;
+};
+
+}  // namespace flash_cute::sm80
