@@ -9,23 +9,10 @@
 #include "sm80/launch.h"
 #endif
 
-#include <stdexcept>
+#include <exception>
 #include <string>
 
 namespace flash_cute {
-
-// What launch.h needs of dispatch.cpp.
-void check_cuda(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
-void check_grid(int64_t blocks) {
-  if (blocks > INT32_MAX) throw std::runtime_error("too many tiles for one launch");
-}
-int multiprocessors_of(int device) {
-  int count;
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
 
 namespace {
 

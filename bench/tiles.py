@@ -63,7 +63,8 @@ def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: P
     command = [str(Path(cuda.root, "bin/nvcc")), "-std=c++20", "-O3", "-DNDEBUG", "-shared"]
     command += ["--expt-relaxed-constexpr", "-cudart=static", "-Xptxas=-v"]
     command += ["-Xcompiler=-fPIC,-fvisibility=hidden", f"-I{SOURCES}/cute_fa2", f"-I{cutlass}"]
-    command += [*flags_for(arch, tile, blocks_per_sm), "-o", str(target), str(source)]
+    command += ['-DFLASH_CUTE_ARCHS="sm_90"', *flags_for(arch, tile, blocks_per_sm)]
+    command += ["-o", str(target), str(source), f"{SOURCES}/cute_fa2/device.cpp"]
     done = subprocess.run(command, capture_output=True, text=True)
     report = done.stdout + done.stderr
     if done.returncode != 0:

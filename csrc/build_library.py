@@ -251,7 +251,7 @@ def write_ninja() -> tuple[str, str]:
         f"rule link\n  command = {for_ninja([*shared, *libraries])}\n  description = linking $out\n"
     )
     objects = []
-    host = [ROOT / SOURCES / "dispatch.cpp", ROOT / SOURCES / "torch_binding.cpp"]
+    host = [ROOT / SOURCES / f"{name}.cpp" for name in ("device", "dispatch", "torch_binding")]
     for source in [*kernels, *host]:
         objects.append(f"{BUILD}/{source.stem}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"

@@ -53,7 +53,7 @@ def config_of(kernel: str) -> tuple[int, ...]:
 
 def is_kernel_of(arch: str, function: str) -> bool:
     """Whether it is a forward kernel. Asked for sm_90, cuobjdump shows sm_90a as well."""
-    return f"{ARCHS[arch]}10fwd_kernel" in function
+    return f"{ARCHS[arch]}9FwdKernel" in function
 
 
 @functools.cache

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "config.h"
+#include "device.h"
 #include "generated/variants.inc"
 #include "static_switch.h"
 
@@ -16,8 +17,6 @@
 
 namespace flash_cute {
 namespace {
-
-constexpr int kMaxDevices = 64;
 
 void append(std::string& items, const std::string& item) {
   items += items.empty() ? item : ", " + item;
@@ -32,24 +31,6 @@ int built_for(int head_dim) {
 }
 
 bool is_built(int head_dim) { return built_for(head_dim) == head_dim; }
-
-// What the driver says of `device`, which is never 0; asked once.
-template <cudaDeviceAttr kAttribute>
-int attribute_of(int device) {
-  static std::atomic<int> known[kMaxDevices];
-  int value = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (value == 0) {
-    check_cuda(cudaDeviceGetAttribute(&value, kAttribute, device));
-    if (device < kMaxDevices) known[device].store(value, std::memory_order_relaxed);
-  }
-  return value;
-}
-
-// What `device` lends a block at most, or less if the caller says so.
-int smem_limit_of(int device, int64_t at_most) {
-  const int lent = attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
-  return at_most > 0 ? static_cast<int>(std::min<int64_t>(at_most, lent)) : lent;
-}
 
 // Why a tensor map cannot describe `view`, or nullptr. That its strides are multiples of 16 bytes
 // is known.
@@ -75,7 +56,7 @@ const char* why_sm90_cannot_read(const FwdParams& params) {
 // Why the SM90 kernels cannot serve the call on `device`, or nullptr.
 const char* why_not_sm90(const FwdParams& params, MaskKind mask, int64_t smem_limit, int device) {
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
-  if (attribute_of<cudaDevAttrComputeCapabilityMajor>(device) != 9) {
+  if (compute_capability_major_of(device) != 9) {
     return "the GPU's compute capability is not 9.x";
   }
   if (smem_limit != 0) return "smem_limit chooses among the tiles of arch 80";
@@ -189,10 +170,10 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t sme
                                std::string(why_not));
     }
   }
-  launch_sm80(params, dtype, mask, smem_limit_of(device, smem_limit), device, stream);
+  const int lent = smem_limit_of(device);
+  const int64_t limit = smem_limit > 0 ? std::min<int64_t>(smem_limit, lent) : lent;
+  launch_sm80(params, dtype, mask, static_cast<int>(limit), device, stream);
 }
-
-int multiprocessors_of(int device) { return attribute_of<cudaDevAttrMultiProcessorCount>(device); }
 
 std::string build_info() {
   std::string archs, head_dims, tiles;
@@ -227,44 +208,6 @@ std::string tiles_for(int64_t smem_limit) {
     if (index >= 0) append(tiles, row_as_json(kFwdSm80[index]));
   }
   return in_brackets(tiles);
-}
-
-void check_cuda(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // the runtime keeps an error until it is asked: the next call starts clean
-  if (status == cudaErrorNoKernelImageForDevice) {
-    throw std::runtime_error(
-        "flash_cute: this build has no machine code for the GPU (it has " FLASH_CUTE_ARCHS
-        "); build from source with FLASH_CUTE_ARCHS naming its compute capability");
-  }
-  throw std::runtime_error(std::string("flash_cute: CUDA error: ") + cudaGetErrorString(status));
-}
-
-void check_grid(int64_t blocks) {
-  if (blocks > INT32_MAX) {
-    throw std::runtime_error(
-        "flash_cute: batch x heads x query blocks is " + std::to_string(blocks) +
-        ", more than the 2^31 - 1 blocks that one launch can have; split the batch");
-  }
-}
-
-void check_driver() {
-  static std::atomic<bool> good{false};
-  if (good.load(std::memory_order_relaxed)) return;
-  int driver = 0;
-  check_cuda(cudaDriverGetVersion(&driver));
-  if (driver / 1000 < CUDART_VERSION / 1000) {
-    auto version = [](int v) {
-      return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10);
-    };
-    throw std::runtime_error(
-        "flash_cute: this build carries the runtime of CUDA " + version(CUDART_VERSION) +
-        ", but the NVIDIA driver supports CUDA " + version(driver) +
-        " at most; update the driver (CUDA 13 needs 580 or newer) or build flash_cute from source "
-        "with a CUDA " +
-        std::to_string(driver / 1000) + " toolkit (12.4 or newer)");
-  }
-  good.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace flash_cute

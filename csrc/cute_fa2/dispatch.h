@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -29,27 +28,5 @@ template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm80(const FwdParams& params, int config_index, int device, cudaStream_t stream);
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm90(const FwdParams& params, int config_index, int device, cudaStream_t stream);
-
-// How many multiprocessors `device` has.
-int multiprocessors_of(int device);
-
-// Throw std::runtime_error with a sentence that says what to do.
-void check_cuda(cudaError_t status);
-void check_grid(int64_t blocks);
-void check_driver();
-
-// A flag for each device. Setting one twice does no harm, so nothing is locked.
-class DeviceFlags {
- public:
-  bool test(int device) const {
-    return device < 64 && (bits_.load(std::memory_order_relaxed) >> device & 1);
-  }
-  void set(int device) {
-    if (device < 64) bits_.fetch_or(uint64_t{1} << device, std::memory_order_relaxed);
-  }
-
- private:
-  std::atomic<uint64_t> bits_{0};
-};
 
 }  // namespace flash_cute

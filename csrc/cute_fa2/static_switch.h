@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -35,6 +36,14 @@ void head_dim_switch(int head_dim, F&& f) {
     throw std::runtime_error("flash_cute: this build has no kernel for head dim " +
                              std::to_string(head_dim));
   }
+}
+
+// Calls `f` with row `index` of the table `kRows`.
+template <const auto& kRows, class F>
+void row_switch(int index, F&& f) {
+  [&]<std::size_t... I>(std::index_sequence<I...>) {
+    ((index == static_cast<int>(I) && (f(Constant<kRows[I]>{}), true)) || ...);
+  }(std::make_index_sequence<std::size(kRows)>{});
 }
 
 }  // namespace flash_cute

@@ -12,6 +12,7 @@
 #include <optional>
 #include <tuple>
 
+#include "device.h"
 #include "dispatch.h"
 
 using torch::stable::Tensor;

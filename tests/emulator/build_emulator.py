@@ -88,7 +88,7 @@ class Library:
             for line in file.read_text().splitlines()
             if line.startswith("template ")
         ]
-        others = [f"{self.sources}/dispatch.cpp"]
+        others = [f"{self.sources}/{name}.cpp" for name in ("device", "dispatch")]
         if absent:
             text = ABSENT.format(instantiations="\n".join(lines))
             others.append(write(f"{folder}/absent.cpp", text))

@@ -137,36 +137,49 @@ def test_bands_of_one_query(emulator, window_left, window_right, diagonal_offset
     check(emulator, q[:, :1].expand(2, 6, 1, 64), k, v, **band)
 
 
-def test_keys_outside_of_the_band_of_one_query_are_not_read(emulator):
-    q, k, v = random_inputs(1, 3, 1, 64, heads_kv=1, len_k=200, dtype=BF16)
+def test_heads_of_a_tile_read_the_keys_of_their_window_once(emulator):
+    inputs = random_inputs(1, 3, 1, 64, heads_kv=1, len_k=200, dtype=BF16)
     band = {"window_left": 10, "window_right": 0, "diagonal_offset": 100}
-    expected = check(emulator, q, k, v, **band)
-    for x in (k, v):
-        x[:, :, :90] = x[:, :, 101:] = math.nan
-    out, lse, counters = emulator.forward(q, k, v, 1 / 8, **band)
-    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    assert counters.global_reads_16 == (3 + 2 * 11) * 64 // 8
+    counters = check(emulator, *map(poisoned, inputs), **band)[2]
+    block_n = emulator.tile(64)["block_n"]  # the window lies in one block
+    assert counters.global_reads_16 == (3 + 2 * block_n) * 64 // 8
 
 
-@pytest.mark.parametrize("len_q, tiles", [(5, 1), (50, 2), (128, 3), (130, 4)])
+@pytest.mark.parametrize("len_q, tiles", [(5, 1), (50, 2), (128, 3), (130, 5)])
 def test_heads_of_few_queries_share_tiles(emulator, len_q, tiles):
-    def products(heads, len_q, lay_out=lambda x: x):
+    def products(heads, is_causal=False):
         inputs = random_inputs(2, heads, len_q, 64, heads_kv=1, len_k=150, dtype=BF16)
-        return check(emulator, *map(lay_out, inputs))[2].mma
+        return check(emulator, *map(poisoned, inputs), is_causal)[2].mma
 
-    of_tile = products(1, 1)
-    assert products(3, len_q) == tiles * of_tile
-    # Rows that are not evenly spaced stay apart.
-    assert products(3, len_q, poisoned) == 3 * -(-len_q // 128) * of_tile
+    assert products(3) * -(-len_q // 128) == tiles * products(1)
+    if tiles == 1:
+        assert products(3, is_causal=True) == products(1, is_causal=True)
 
 
-@pytest.mark.parametrize("is_expanded", [False, True])
-def test_heads_of_few_queries_under_a_mask_and_expanded(emulator, is_expanded):
+@pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
+def test_bands_of_heads_that_share_tiles(emulator, window_left, window_right, diagonal_offset):
+    inputs = random_inputs(1, 5, 40, 64, heads_kv=1, len_k=200, dtype=BF16)
+    check(
+        emulator,
+        *map(poisoned, inputs),
+        window_left=window_left,
+        window_right=window_right,
+        diagonal_offset=diagonal_offset,
+    )
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_heads_that_share_tiles(emulator, layout, is_causal):
+    inputs = random_inputs(2, 6, 5, 40, heads_kv=2, len_k=150, dtype=BF16)
+    check(emulator, *(poisoned(x, **LAYOUTS[layout]) for x in inputs), is_causal)
+
+
+@BOTH_MASKS
+def test_expanded_heads_that_share_tiles(emulator, is_causal):
     q, k, v = random_inputs(2, 3, 5, 64, heads_kv=1, len_k=150, dtype=BF16)
-    if is_expanded:
-        q = q[:, :1].expand_as(q)
-    check(emulator, q, k, v)
-    check(emulator, q, k, v, True)
+    check(emulator, q[:, :1].expand_as(q), k, v, is_causal)
+    check(emulator, q[:, :, :1].expand_as(q), k, v, is_causal)
 
 
 @BOTH_MASKS

@@ -7,6 +7,7 @@
 
 #include "common/platform.h"
 #include "common/sequence.h"
+#include "common/tile.h"
 #include "params.h"
 
 namespace flash_cute {
@@ -16,16 +17,10 @@ struct BlockRange {
   int end;  // one past the last
 };
 
-// A row is a query.
-struct RowIsQuery {
-  static CUTE_DEVICE int query(int row) { return row; }
-};
-
-// `Rows` tells which query a row stands for; of two rows the later one's is no earlier.
-template <MaskKind kKind, class Rows = RowIsQuery>
+template <MaskKind kKind>
 class Mask {
  public:
-  CUTE_DEVICE Mask(const FwdParams& params, Sequence sequence, Rows rows = {})
+  CUTE_DEVICE Mask(const FwdParams& params, Sequence sequence, const QueryRows& rows)
       : len_k_(sequence.len_k),
         band_begin_(params.band_begin),
         band_end_(params.band_end),
@@ -91,7 +86,7 @@ class Mask {
   int len_k_;
   int band_begin_;
   int band_end_;
-  Rows rows_;
+  QueryRows rows_;  // of two rows the later one's query is no earlier
 };
 
 }  // namespace flash_cute

@@ -20,14 +20,14 @@ struct TileCoord {
 // query.
 class QueryRows {
  public:
-  // Packs where that makes fewer tiles of `block_m` rows, at most `most` rows for each query.
-  static QueryRows make(const FwdParams& params, int block_m, int most) {
+  // Packs where that makes fewer tiles of `block_m` rows, up to `most` rows a query.
+  static QueryRows make(const FwdParams& params, int block_m, int64_t most = kMaxLength) {
     const int group = params.heads_per_kv_head;
     int log2 = 0;
-    while ((1 << log2) < group) ++log2;
+    while ((int64_t{1} << log2) < group) ++log2;
     const int64_t rows_packed = int64_t{params.len_q} << log2;
     const auto tiles = [&](int64_t rows) { return (rows + block_m - 1) / block_m; };
-    const bool packed = group > 1 && (1 << log2) <= most && rows_packed < kMaxLength &&
+    const bool packed = (int64_t{1} << log2) <= most && rows_packed <= kMaxLength &&
                         tiles(rows_packed) < tiles(params.len_q) * group;
     QueryRows rows;
     rows.log2_ = packed ? log2 : 0;

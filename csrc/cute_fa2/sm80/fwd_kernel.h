@@ -18,6 +18,7 @@ namespace flash_cute::sm80 {
 template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
+  using Arguments = sm80::Arguments;
   using Mainloop = FwdMainloop<Traits, kMask>;
   using Epilogue = FwdEpilogue<Traits>;
   using Schedule = OneTilePerBlock;
@@ -28,7 +29,7 @@ struct FwdKernel {
     const QueryRows& rows = arguments.rows;
     const TileCoord tile = Schedule::tile(params, rows, Traits::kBlockM, platform::block_index());
     const Sequence sequence(params);
-    const Mask<kMask, QueryRows> mask(params, sequence, rows);
+    const Mask<kMask> mask(params, sequence, rows);
     const int row0 = tile.m_block * Traits::kBlockM;
     const int rows_q = min(Traits::kBlockM, rows.count(sequence.len_q) - row0);
 

@@ -41,9 +41,8 @@ struct FwdMainloop {
   //   tOrO          (4, MMA_M, kHeadDimV / 8), cleared here
   template <class KeysValues, class Out>
   static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile,
-                              const KeysValues& keys_values, const Mask<kMask, QueryRows>& mask,
-                              int row0, int rows_q, SharedMemory& smem, Softmax& softmax,
-                              Out& tOrO) {
+                              const KeysValues& keys_values, const Mask<kMask>& mask, int row0,
+                              int rows_q, SharedMemory& smem, Softmax& softmax, Out& tOrO) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const QueryRows& rows = arguments.rows;

@@ -13,6 +13,7 @@ namespace flash_cute::sm90 {
 template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
+  using Arguments = sm90::Arguments;
   using Mainloop = FwdMainloop<Traits, kMask>;
   using Epilogue = FwdEpilogue<Traits>;
 

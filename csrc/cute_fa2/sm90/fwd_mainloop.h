@@ -70,7 +70,7 @@ struct FwdMainloop {
     const Sequence sequence(arguments.params);
     const int row0 = tile.m_block * kBlockM;
     const int row_end = cute::min(row0 + kBlockM, arguments.rows.count(sequence.len_q));
-    const BlockRange blocks = Mask<kMask, QueryRows>(arguments.params, sequence, arguments.rows)
+    const BlockRange blocks = Mask<kMask>(arguments.params, sequence, arguments.rows)
                                   .visible_blocks(row0, row_end, kBlockN);
     return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};
   }
@@ -105,19 +105,24 @@ struct FwdMainloop {
 
    private:
     CUTE_DEVICE void load_keys(TileCoord tile, int n_block) {
-      smem_.k_empty[k_.stage].wait(k_.parity ^ 1);  // all consumers are done with the stage
-      smem_.k_full[k_.stage].arrive_and_expect(sizeof smem_.k[0]);
-      load_rows<kBlockN>(arguments_.k, arguments_.params.k, smem_.k[k_.stage],
-                         smem_.k_full[k_.stage], n_block * kBlockN, kv_head(tile), tile.batch);
-      k_.advance();
+      load_block(arguments_.k, arguments_.params.k, smem_.k, smem_.k_full, smem_.k_empty, k_, tile,
+                 n_block);
     }
     // Rows past the last key become zeros: their weight is 0, but 0 x NaN would be NaN.
     CUTE_DEVICE void load_values(TileCoord tile, int n_block) {
-      smem_.v_empty[v_.stage].wait(v_.parity ^ 1);  // all consumers are done with the stage
-      smem_.v_full[v_.stage].arrive_and_expect(sizeof smem_.v[0]);
-      load_rows<kBlockN>(arguments_.v, arguments_.params.v, smem_.v[v_.stage],
-                         smem_.v_full[v_.stage], n_block * kBlockN, kv_head(tile), tile.batch);
-      v_.advance();
+      load_block(arguments_.v, arguments_.params.v, smem_.v, smem_.v_full, smem_.v_empty, v_, tile,
+                 n_block);
+    }
+
+    template <class View, class Stages>
+    CUTE_DEVICE void load_block(const CUtensorMap& map, const View& view, Stages& stages,
+                                hopper::Barrier* full, hopper::Barrier* empty, Ring& ring,
+                                TileCoord tile, int n_block) {
+      empty[ring.stage].wait(ring.parity ^ 1);  // all consumers are done with the stage
+      full[ring.stage].arrive_and_expect(sizeof stages[0]);
+      load_rows<kBlockN>(map, view, stages[ring.stage], full[ring.stage], n_block * kBlockN,
+                         arguments_.rows.kv_head(tile.head), tile.batch);
+      ring.advance();
     }
 
     // kRows whole rows, a box for each strip of columns. An expanded dimension has one entry in the
@@ -131,8 +136,6 @@ struct FwdMainloop {
                          view.stride_head != 0 ? head : 0, view.stride_batch != 0 ? batch : 0);
       }
     }
-
-    CUTE_DEVICE int kv_head(TileCoord tile) const { return arguments_.rows.kv_head(tile.head); }
 
     const Arguments& arguments_;
     SharedMemory& smem_;
@@ -155,8 +158,7 @@ struct FwdMainloop {
     template <class Finish>
     CUTE_DEVICE void run(Tiles tiles, Finish&& finish) {
       using namespace cute;
-      const Mask<kMask, QueryRows> mask(arguments_.params, Sequence(arguments_.params),
-                                        arguments_.rows);
+      const Mask<kMask> mask(arguments_.params, Sequence(arguments_.params), arguments_.rows);
       auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
       auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
       // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
@@ -236,7 +238,7 @@ struct FwdMainloop {
       if (!arguments_.schedule.has(work.index)) return false;
       const TileCoord tile = arguments_.schedule.tile(work.index);
       const Sequence sequence(arguments_.params);
-      const Mask<kMask, QueryRows> mask(arguments_.params, sequence, arguments_.rows);
+      const Mask<kMask> mask(arguments_.params, sequence, arguments_.rows);
       work.row0 = tile.m_block * kBlockM + index_ * Traits::kRows;
       work.blocks = blocks_of(arguments_, tile);
       const int rows_q = arguments_.rows.count(sequence.len_q) - work.row0;

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "dispatch.h"
+#include "device.h"
 #include "params.h"
 
 namespace flash_cute::sm90 {

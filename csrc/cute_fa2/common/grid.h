@@ -1,0 +1,45 @@
+// Runs a kernel on a grid of thread blocks. Included by smXX/launch.h alone.
+#pragma once
+
+#include <cstdint>
+
+#ifndef __CUDACC__
+#include "emulated_grid.h"  // the same name for the CPU: tests/emulator
+#else
+
+#include <cuda_runtime.h>
+
+#include "device.h"
+
+namespace flash_cute {
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::Traits::kThreads, 1)
+    flash_cute_kernel(const __grid_constant__ typename Kernel::Arguments arguments) {
+  // Aligned as the widest swizzle asks for.
+  extern __shared__ __align__(1024) unsigned char smem[];
+  Kernel::run(arguments, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
+}
+
+// Runs Kernel::run(arguments, shared memory) in each thread of `blocks` blocks.
+template <class Kernel>
+void run_grid(const typename Kernel::Arguments& arguments, int64_t blocks, int device,
+              cudaStream_t stream) {
+  using Traits = typename Kernel::Traits;
+  constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
+  if constexpr (kSmemBytes > 48 * 1024) {  // has to be asked for, once for each device
+    static DeviceFlags asked_for;
+    if (!asked_for.test(device)) {
+      check_cuda(cudaFuncSetAttribute(flash_cute_kernel<Kernel>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes));
+      asked_for.set(device);
+    }
+  }
+  flash_cute_kernel<Kernel>
+      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSmemBytes, stream>>>(arguments);
+  check_cuda(cudaGetLastError());
+}
+
+}  // namespace flash_cute
+
+#endif  // __CUDACC__
