@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -38,12 +37,12 @@ void head_dim_switch(int head_dim, F&& f) {
   }
 }
 
-// Calls `f` with row `index` of the table `kRows`.
-template <const auto& kRows, class F>
-void row_switch(int index, F&& f) {
+// Calls `f` with `index`, which is one of [0, kCount).
+template <std::size_t kCount, class F>
+void index_switch(int index, F&& f) {
   [&]<std::size_t... I>(std::index_sequence<I...>) {
-    ((index == static_cast<int>(I) && (f(Constant<kRows[I]>{}), true)) || ...);
-  }(std::make_index_sequence<std::size(kRows)>{});
+    ((index == static_cast<int>(I) && (f(Constant<I>{}), true)) || ...);
+  }(std::make_index_sequence<kCount>{});
 }
 
 }  // namespace flash_cute

@@ -115,7 +115,7 @@ FAULTS = [
     Fault(
         "barrier removed before O is read",
         RACE,
-        [(EPILOGUE, "platform::sync_block();                       // O is", "// O is")],
+        [(EPILOGUE, "platform::sync_block();  // O is", "// O is")],
     ),
     Fault(
         "wait for the wrong group",
@@ -242,12 +242,27 @@ FAULTS = [
     Fault(
         "store past the last row of O",
         BOUNDS,
-        [(EPILOGUE, "get<0>(at(0, r, c)) < rows_q &&", "get<0>(at(0, r, c)) <= rows_q &&")],
+        [(EPILOGUE, "if (exists(row) && column", "if ((exists(row) || row == rows_q) && column")],
     ),
     Fault(
         "store past the last row of the LSE",
         BOUNDS,
-        [(EPILOGUE, "if (row < rows_q) lse_of_head", "if (row <= rows_q) lse_of_head")],
+        [(EPILOGUE, "if (exists(row)) *rows", "if (exists(row) || row == rows_q) *rows")],
+    ),
+    Fault(
+        "row of a head that is not there stored",
+        BOUNDS,
+        [(EPILOGUE, "row < rows_q && rows.is_head(row0 + row)", "row < rows_q")],
+    ),
+    Fault(
+        "row of a head that is not there read",
+        BOUNDS,
+        [(MAINLOOP, "row < rows_q && rows.is_head(row0 + row)", "row < rows_q")],
+    ),
+    Fault(
+        "row taken for a query",
+        WRONG,
+        [(MASK, "rows_.query(row) + band_end_", "row + band_end_")],
     ),
     Fault(
         "maximum of half a row",
@@ -339,8 +354,8 @@ SM90_FAULTS = [
         "producer waits for the wrong parity",
         f"{STUCK}|{IN_USE}",
         SM90_MAINLOOP,
-        "smem_.v_empty[v_.stage].wait(v_.parity ^ 1);",
-        "smem_.v_empty[v_.stage].wait(v_.parity);",
+        "empty[ring.stage].wait(ring.parity ^ 1);",
+        "empty[ring.stage].wait(ring.parity);",
     ),
     of_sm90(
         "parity does not turn",
@@ -353,8 +368,8 @@ SM90_FAULTS = [
         "fewer bytes expected than come",
         f"{RACE}|{UNFINISHED}|{STUCK}",
         SM90_MAINLOOP,
-        "arrive_and_expect(sizeof smem_.k[0]);",
-        "arrive_and_expect(sizeof smem_.k[0] / 2);",
+        "arrive_and_expect(sizeof stages[0]);",
+        "arrive_and_expect(sizeof stages[0] / 2);",
     ),
     of_sm90(
         "scores read before they are there",
@@ -465,15 +480,18 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
     if emulator.arch == 90:
         return what_catches_sm90(emulator, head_dim)
     ragged = head_dim - 24
-    for seed, (len_q, len_k, columns, is_causal, scale) in enumerate(
+    for seed, (heads, heads_kv, len_q, len_k, columns, is_causal, scale) in enumerate(
         [
-            (40, 40, head_dim, True, None),
-            (150, 200, head_dim, False, 2.0),
-            (150, 200, ragged, True, None),
-            (150, 40, head_dim, True, -0.1),
+            (2, 2, 40, 40, head_dim, True, None),
+            (2, 2, 150, 200, head_dim, False, 2.0),
+            (2, 2, 150, 200, ragged, True, None),
+            (2, 2, 150, 40, head_dim, True, -0.1),
+            (3, 1, 30, 40, head_dim, True, None),
         ]
     ):
-        inputs = random_inputs(1, 2, len_q, columns, len_k=len_k, dtype=torch.bfloat16)
+        inputs = random_inputs(
+            1, heads, len_q, columns, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
+        )
         try:
             _, _, counters = check(emulator, *map(poisoned, inputs), is_causal, scale, seed=seed)
         except EmulationError as error:

@@ -1,6 +1,8 @@
 // From parameters to a running SM80 kernel. Included by the generated instantiation files alone.
 #pragma once
 
+#include <iterator>
+
 #include "common/grid.h"
 #include "config.h"
 #include "device.h"
@@ -24,10 +26,11 @@ void launch(const FwdParams& params, int device, cudaStream_t stream) {
 
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm80(const FwdParams& params, int config_index, int device, cudaStream_t stream) {
-  row_switch<kFwdSm80>(config_index, [&](auto row) {
-    if constexpr (row().config.head_dim == kHeadDim) {
-      sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, row().config>, kMask>>(params, device,
-                                                                                  stream);
+  index_switch<std::size(kFwdSm80)>(config_index, [&](auto index) {
+    constexpr FwdConfig kConfig = kFwdSm80[index()].config;
+    if constexpr (kConfig.head_dim == kHeadDim) {
+      sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(params, device,
+                                                                             stream);
     }
   });
 }

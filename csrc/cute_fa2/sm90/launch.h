@@ -1,6 +1,8 @@
 // From parameters to a running SM90 kernel. Included by the generated instantiation files alone.
 #pragma once
 
+#include <iterator>
+
 #include "common/grid.h"
 #include "config.h"
 #include "device.h"
@@ -43,9 +45,10 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
 
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm90(const FwdParams& params, int config_index, int device, cudaStream_t stream) {
-  row_switch<kFwdSm90>(config_index, [&](auto row) {
-    if constexpr (row().config.head_dim == kHeadDim && row().serves(kMask)) {
-      sm90::launch<sm90::FwdKernel<sm90::FwdTraits<kDType, row().config>, kMask>>(
+  index_switch<std::size(kFwdSm90)>(config_index, [&](auto index) {
+    constexpr FwdSm90Row kRow = kFwdSm90[index()];
+    if constexpr (kRow.config.head_dim == kHeadDim && kRow.serves(kMask)) {
+      sm90::launch<sm90::FwdKernel<sm90::FwdTraits<kDType, kRow.config>, kMask>>(
           params, kDType, kMask, device, stream);
     }
   });
