@@ -3,6 +3,8 @@
 //   FLASH_CUTE_ARCH    80 or 90
 //   FLASH_CUTE_TILE    the members of FwdConfig or FwdSm90Config
 //   FLASH_CUTE_DTYPE   a member of DType
+//   FLASH_CUTE_BLOCKS  thread blocks that a multiprocessor is to have registers for; 0: as in the
+//   table
 #if FLASH_CUTE_ARCH == 90
 #include "sm90/launch.h"
 #else
@@ -13,7 +15,6 @@
 #include <string>
 
 namespace flash_cute {
-
 namespace {
 
 // As Call in bench/tiles.py.
@@ -34,18 +35,22 @@ TensorView<Pointer> view(const Call& call, int i) {
   return {call.data[i], strides[0], strides[1], strides[2]};
 }
 
+#if FLASH_CUTE_ARCH == 90
+using Traits = sm90::FwdTraits<DType::FLASH_CUTE_DTYPE, FwdSm90Config{FLASH_CUTE_TILE}>;
+#else
+struct Traits : sm80::FwdTraits<DType::FLASH_CUTE_DTYPE, FwdConfig{FLASH_CUTE_TILE}> {
+  static constexpr int kMinBlocks = FLASH_CUTE_BLOCKS;
+};
+#endif
+
 template <MaskKind kMask>
 void launch(const FwdParams& params, const Call& call) {
-  constexpr DType kDType = DType::FLASH_CUTE_DTYPE;
   const int device = static_cast<int>(call.device);
 #if FLASH_CUTE_ARCH == 90
-  constexpr FwdSm90Config kConfig = {FLASH_CUTE_TILE};
-  sm90::launch<sm90::FwdKernel<sm90::FwdTraits<kDType, kConfig>, kMask>>(params, kDType, kMask,
-                                                                         device, call.stream);
+  sm90::launch<sm90::FwdKernel<Traits, kMask>>(params, DType::FLASH_CUTE_DTYPE, kMask, device,
+                                               call.stream);
 #else
-  constexpr FwdConfig kConfig = {FLASH_CUTE_TILE};
-  sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(params, device,
-                                                                         call.stream);
+  sm80::launch<sm80::FwdKernel<Traits, kMask>>(params, device, call.stream);
 #endif
 }
 

@@ -32,17 +32,14 @@ CPP_DTYPES = {"fp16": "kHalf", "bf16": "kBFloat16"}
 # -- compiling -----------------------------------------------------------------------------------
 
 
-def flags_for(arch: str, tile: str, blocks_per_sm: int) -> list[str]:
+def flags_for(arch: str, tile: str) -> list[str]:
     if arch == "sm90":
         # Products of any multiple of 8 columns, which the library leaves out to compile faster.
         extended = "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
         return [extended, "-gencode=arch=compute_90a,code=sm_90a"]
-    # What the register file leaves to a thread, as FwdRow::max_registers has it.
-    head_dim, warps = (int(tile.split(",")[i]) for i in (0, 3))
-    registers = min(255, 65536 // (blocks_per_sm * 32 * warps) // 8 * 8)
-    flags = ["-gencode=arch=compute_80,code=sm_90", f"-maxrregcount={registers}"]
     # As variants.py has it for this head dim.
-    return flags + (["-Xptxas=--register-usage-level=7"] if head_dim == 128 else [])
+    economise = ["-Xptxas=--register-usage-level=7"] if tile.startswith("128,") else []
+    return ["-gencode=arch=compute_80,code=sm_90", *economise]
 
 
 def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: Path) -> bool:
@@ -53,17 +50,17 @@ def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: P
     if not cuda or not cutlass:
         sys.exit("this needs nvcc and CUTLASS: `make setup` brings them")
     name = f"{arch}_{tile.replace(',', '_')}_{dtype}"
-    if arch == "sm80" and blocks_per_sm != 2:
+    if blocks_per_sm:
         name += f"_x{blocks_per_sm}"
     folder.mkdir(parents=True, exist_ok=True)
     source, target = folder / f"{name}.cu", folder / f"{name}.so"
-    macros = {"ARCH": arch[2:], "TILE": tile, "DTYPE": CPP_DTYPES[dtype]}
+    macros = {"ARCH": arch[2:], "TILE": tile, "DTYPE": CPP_DTYPES[dtype], "BLOCKS": blocks_per_sm}
     lines = [f"#define FLASH_CUTE_{macro} {value}" for macro, value in macros.items()]
     source.write_text("\n".join([*lines, f'#include "{ROOT}/bench/tile.cu"\n']))
     command = [str(Path(cuda.root, "bin/nvcc")), "-std=c++20", "-O3", "-DNDEBUG", "-shared"]
     command += ["--expt-relaxed-constexpr", "-cudart=static", "-Xptxas=-v"]
     command += ["-Xcompiler=-fPIC,-fvisibility=hidden", f"-I{SOURCES}/cute_fa2", f"-I{cutlass}"]
-    command += ['-DFLASH_CUTE_ARCHS="sm_90"', *flags_for(arch, tile, blocks_per_sm)]
+    command += ['-DFLASH_CUTE_ARCHS="sm_90"', *flags_for(arch, tile)]
     command += ["-o", str(target), str(source), f"{SOURCES}/cute_fa2/device.cpp"]
     done = subprocess.run(command, capture_output=True, text=True)
     report = done.stdout + done.stderr
@@ -86,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("arch", choices=("sm80", "sm90"))
     parser.add_argument("tiles", nargs="+", metavar="TILE")
     parser.add_argument("--dtype", choices=CPP_DTYPES, default="bf16")
-    parser.add_argument("--blocks-per-sm", type=int, default=2,
-                        help="blocks that are to share a processor (sm80; default 2)")  # fmt: skip
+    parser.add_argument("--blocks-per-sm", type=int, default=0, metavar="N",
+                        help="keep to registers that leave room for N blocks (sm80)")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "build/tiles", metavar="FOLDER")
     args = parser.parse_args(argv)
     for tile in args.tiles:

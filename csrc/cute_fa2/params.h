@@ -15,8 +15,8 @@ enum class DType { kHalf, kBFloat16 };
 // `kFull` is the interval [0, len_k), which needs no test but the one at the tensor's edge.
 enum class MaskKind { kFull, kBanded };
 
-// A (batch, heads, rows, head_dim) tensor. Strides count elements; rows are contiguous, 16-byte
-// aligned, and a stride may be 0 (expanded dimension).
+// A (batch, heads, rows, head_dim) tensor. Strides count elements; rows are contiguous, of inputs
+// and output 16-byte aligned, and a stride may be 0 (expanded dimension).
 template <class Pointer>
 struct TensorView {
   Pointer data;
@@ -30,7 +30,7 @@ struct FwdParams {
   TensorView<const void*> k;  // (batch, heads_q / heads_per_kv_head, len_k, head_dim)
   TensorView<const void*> v;  // as k
   TensorView<void*> out;      // as q
-  TensorView<float*> lse;     // (batch, heads_q, len_q), natural logarithm; its rows are numbers
+  TensorView<float*> lse;     // (batch, heads_q, len_q, 1), natural logarithm
 
   int batch;
   int heads_q;

@@ -242,22 +242,22 @@ FAULTS = [
     Fault(
         "store past the last row of O",
         BOUNDS,
-        [(EPILOGUE, "if (exists(row) && column", "if ((exists(row) || row == rows_q) && column")],
+        [(EPILOGUE, "rows.exists(row, len_q) && column", "rows.exists(row, len_q + 1) && column")],
     ),
     Fault(
         "store past the last row of the LSE",
         BOUNDS,
-        [(EPILOGUE, "if (exists(row)) *rows", "if (exists(row) || row == rows_q) *rows")],
+        [(EPILOGUE, "if (rows.exists(row, len_q)) *", "if (rows.exists(row, len_q + 1)) *")],
     ),
     Fault(
         "row of a head that is not there stored",
         BOUNDS,
-        [(EPILOGUE, "row < rows_q && rows.is_head(row0 + row)", "row < rows_q")],
+        [(EPILOGUE, "rows.exists(row, len_q) && column", "rows.query(row) < len_q && column")],
     ),
     Fault(
         "row of a head that is not there read",
         BOUNDS,
-        [(MAINLOOP, "row < rows_q && rows.is_head(row0 + row)", "row < rows_q")],
+        [(MAINLOOP, "rows.exists(row0 + row, len_q)", "rows.query(row0 + row) < len_q")],
     ),
     Fault(
         "row taken for a query",
@@ -460,8 +460,8 @@ SM90_FAULTS = [
         "rows past the last written",
         BOUNDS,
         SM90_EPILOGUE,
-        "row_in_tile < rows_q &&",
-        "row_in_tile <= rows_q &&",
+        "rows.exists(row, len_q)",
+        "rows.exists(row, len_q + 1)",
     ),
     of_sm90(
         "batches taken for heads",

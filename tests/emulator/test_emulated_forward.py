@@ -145,7 +145,7 @@ def test_heads_of_a_tile_read_the_keys_of_their_window_once(emulator):
     assert counters.global_reads_16 == (3 + 2 * block_n) * 64 // 8
 
 
-@pytest.mark.parametrize("len_q, tiles", [(5, 1), (50, 2), (128, 3), (130, 5)])
+@pytest.mark.parametrize("len_q, tiles", [(5, 1), (50, 2), (128, 3), (130, 6), (180, 6)])
 def test_heads_of_few_queries_share_tiles(emulator, len_q, tiles):
     def products(heads, is_causal=False):
         inputs = random_inputs(2, heads, len_q, 64, heads_kv=1, len_k=150, dtype=BF16)

@@ -8,17 +8,6 @@
 
 namespace flash_cute {
 
-// The (rows, head_dim) matrix of one head, cut into tiles of a static shape: (shape..., tiles).
-template <class TileShape, class Element, class Pointer>
-CUTE_DEVICE auto tiles_of_head(const TensorView<Pointer>& view, int batch, int head, int rows) {
-  using namespace cute;
-  const int64_t offset = batch * view.stride_batch + head * view.stride_head;
-  auto matrix =
-      make_tensor(make_gmem_ptr(static_cast<Element*>(view.data) + offset),
-                  make_shape(rows, size<1>(TileShape{})), make_stride(view.stride_row, _1{}));
-  return local_tile(matrix, TileShape{}, make_coord(_, _0{}));
-}
-
 // This thread's share of a copy of tiles from global to shared memory, with zeros for what lies
 // outside the tensor.
 template <class GmemCopy, class TileShape>
@@ -56,7 +45,7 @@ class TileLoader {
     }
   }
 
-  // The same of a tile of scattered rows: row r begins at `find(r)`, if it `exists(r)`.
+  // The same of a tile of scattered rows: row r begins at `find(r)`, and is read if it `exists(r)`.
   template <class Target, class Find, class Exists>
   CUTE_DEVICE void load_rows(Target&& target, const Find& find, const Exists& exists) const {
     using namespace cute;
@@ -118,13 +107,18 @@ class DenseKeysValues {
   }
 
  private:
+  // Of the head's (rows, head_dim) matrix, the tile of block `n_block`.
   template <class Shape, class View, class Target>
   CUTE_DEVICE void load(const View& view, int n_block, Target&& target) const {
-    const auto tiles = tiles_of_head<Shape, const Element>(  // (kBlockN, kHeadDim, blocks)
-        view, platform::computed_here(batch_), platform::computed_here(kv_head_), len_k_);
+    using namespace cute;
+    const int64_t offset = platform::computed_here(batch_) * view.stride_batch +
+                           platform::computed_here(kv_head_) * view.stride_head;
+    const auto matrix =
+        make_tensor(make_gmem_ptr(static_cast<const Element*>(view.data) + offset),
+                    make_shape(len_k_, size<1>(Shape{})), make_stride(view.stride_row, _1{}));
     const TileLoader<typename Traits::GmemCopy, Shape> loader(thread_, params_.head_dim);
-    loader.load(tiles(cute::_, cute::_, n_block), target,
-                len_k_ - n_block * cute::size<0>(Shape{}));
+    loader.load(local_tile(matrix, Shape{}, make_coord(n_block, _0{})), target,
+                len_k_ - n_block * size<0>(Shape{}));
   }
 
   const FwdParams& params_;

@@ -14,7 +14,7 @@
 namespace flash_cute {
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Traits::kThreads, 1)
+__global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMinBlocks)
     flash_cute_kernel(const __grid_constant__ typename Kernel::Arguments arguments) {
   // Aligned as the widest swizzle asks for.
   extern __shared__ __align__(1024) unsigned char smem[];

@@ -14,13 +14,13 @@ struct TileCoord {
   int batch;
 };
 
-// Where many query heads share a K and V head and queries are few, as in decoding, all heads of
-// such a group are rows of one tile, so that K and V are read once for them all: row r is query
-// r / 2^n of the group's head r % 2^n, with 2^n at least the group's size. Otherwise a row is a
-// query.
+// Where many query heads share a K and V head and it makes far fewer tiles, as in decoding, all
+// heads of such a group are rows of one sequence, so that K and V are read once for them all: row r
+// is query r / 2^n of the group's head r % 2^n, with 2^n at least the group's size. Otherwise a row
+// is a query.
 class QueryRows {
  public:
-  // Packs where that makes fewer tiles of `block_m` rows, up to `most` rows a query.
+  // Packs where that saves a quarter of the tiles of `block_m` rows, up to `most` rows a query.
   static QueryRows make(const FwdParams& params, int block_m, int64_t most = kMaxLength) {
     const int group = params.heads_per_kv_head;
     int log2 = 0;
@@ -28,7 +28,7 @@ class QueryRows {
     const int64_t rows_packed = int64_t{params.len_q} << log2;
     const auto tiles = [&](int64_t rows) { return (rows + block_m - 1) / block_m; };
     const bool packed = (int64_t{1} << log2) <= most && rows_packed <= kMaxLength &&
-                        tiles(rows_packed) < tiles(params.len_q) * group;
+                        4 * tiles(rows_packed) <= 3 * tiles(params.len_q) * group;
     QueryRows rows;
     rows.log2_ = packed ? log2 : 0;
     rows.group_ = packed ? group : 1;
@@ -47,10 +47,13 @@ class QueryRows {
   CUTE_DEVICE int kv_head(int tile_head) const { return tile_head / heads_per_kv_head_; }
   CUTE_DEVICE int query(int row) const { return row >> log2_; }
   CUTE_DEVICE int head(int tile_head, int row) const { return tile_head * group_ + in_group(row); }
-  // Whether a row of an existing query stands for a head.
-  CUTE_DEVICE bool is_head(int row) const { return in_group(row) < group_; }
+  // Whether the row stands for anything.
+  CUTE_DEVICE bool exists(int row, int len_q) const {
+    return query(row) < len_q && in_group(row) < group_;
+  }
 
-  // Where the row begins that `row` stands for, of a (batch, heads_q, len_q, head_dim) tensor.
+  // Where the row begins that `row` stands for, of a (batch, heads_q, len_q, head_dim) tensor; of a
+  // row that does not exist, somewhere.
   template <class Element, class Pointer>
   CUTE_DEVICE Element* find(const TensorView<Pointer>& view, TileCoord tile, int row) const {
     return static_cast<Element*>(view.data) + tile.batch * view.stride_batch +

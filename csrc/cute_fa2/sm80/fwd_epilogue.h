@@ -19,15 +19,14 @@ struct FwdEpilogue {
 
   // tOrO  (4, MMA_M, kHeadDimV / 8), normalised
   // lse   (rows), of the thread's rows, the same for the four lanes of a quad
-  // row0  the tile's first query row, of which `rows_q` exist
   template <class Out, class Lse>
-  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int row0, int rows_q,
+  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int len_q,
                               typename Traits::SharedMemory& smem, const Out& tOrO,
                               const Lse& lse) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const QueryRows& rows = arguments.rows;
-    auto exists = [&](int row) { return row < rows_q && rows.is_head(row0 + row); };
+    const int row0 = tile.m_block * Traits::kBlockM;
     const int thread = platform::thread_index();
     using SmemLayoutO = typename Traits::SmemLayoutO;
     auto sO = make_tensor(make_smem_ptr(smem.o), SmemLayoutO{});  // (kBlockM, kHeadDimV)
@@ -43,8 +42,8 @@ struct FwdEpilogue {
     if (get<1>(tOcO(0, 0)) == 0) {  // one lane of each quad
       CUTE_UNROLL
       for (int r = 0; r < size(lse); ++r) {
-        const int row = get<0>(tOcO(r, 0));
-        if (exists(row)) *rows.template find<float>(params.lse, tile, row0 + row) = lse(r);
+        const int row = row0 + get<0>(tOcO(r, 0));
+        if (rows.exists(row, len_q)) *rows.find<float>(params.lse, tile, row) = lse(r);
       }
     }
 
@@ -56,12 +55,12 @@ struct FwdEpilogue {
     auto at = thread_copy.partition_S(make_identity_tensor(ShapeO{}));
     CUTE_UNROLL
     for (int r = 0; r < size<1>(from); ++r) {
-      const int row = get<0>(at(0, r, 0));
-      auto* out = rows.template find<ElementOut>(params.out, tile, row0 + row);
+      const int row = row0 + get<0>(at(0, r, 0));
+      auto* out = rows.find<ElementOut>(params.out, tile, row);
       CUTE_UNROLL
       for (int c = 0; c < size<2>(from); ++c) {
         const int column = get<1>(at(0, r, c));
-        if (exists(row) && column < params.head_dim) {
+        if (rows.exists(row, len_q) && column < params.head_dim) {
           copy(gmem_copy, from(_, r, c), make_tensor(make_gmem_ptr(out + column), Shape<_8>{}));
         }
       }

@@ -31,7 +31,6 @@ struct FwdKernel {
     const Sequence sequence(params);
     const Mask<kMask> mask(params, sequence, rows);
     const int row0 = tile.m_block * Traits::kBlockM;
-    const int rows_q = min(Traits::kBlockM, rows.count(sequence.len_q) - row0);
 
     const DenseKeysValues<Traits> keys_values(params, tile.batch,
                                               platform::same_in_warp(rows.kv_head(tile.head)),
@@ -40,7 +39,7 @@ struct FwdKernel {
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
     typename Mainloop::Softmax softmax(params);
-    Mainloop::run(arguments, tile, keys_values, mask, row0, rows_q, smem, softmax, tOrO);
+    Mainloop::run(arguments, tile, keys_values, mask, row0, sequence.len_q, smem, softmax, tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
     auto lse = softmax.finish(out);
@@ -48,9 +47,7 @@ struct FwdKernel {
     const TileCoord done =
         Schedule::tile(params, rows, Traits::kBlockM,
                        platform::computed_here(platform::block_index(), sequence.len_q));
-    const int done_row0 = done.m_block * Traits::kBlockM;
-    Epilogue::run(arguments, done, done_row0,
-                  min(Traits::kBlockM, rows.count(sequence.len_q) - done_row0), smem, tOrO, lse);
+    Epilogue::run(arguments, done, sequence.len_q, smem, tOrO, lse);
   }
 };
 

@@ -37,12 +37,12 @@ struct FwdMainloop {
 
   // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`.
   //   keys_values   hands out the tiles of K and V
-  //   row0          the tile's first query row, of which `rows_q` exist
+  //   row0          the tile's first row
   //   tOrO          (4, MMA_M, kHeadDimV / 8), cleared here
   template <class KeysValues, class Out>
   static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile,
                               const KeysValues& keys_values, const Mask<kMask>& mask, int row0,
-                              int rows_q, SharedMemory& smem, Softmax& softmax, Out& tOrO) {
+                              int len_q, SharedMemory& smem, Softmax& softmax, Out& tOrO) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const QueryRows& rows = arguments.rows;
@@ -50,7 +50,8 @@ struct FwdMainloop {
     const unsigned thread = platform::thread_index();
 
     clear(tOrO);
-    const BlockRange visible = mask.visible_blocks(row0, row0 + rows_q, kBlockN);
+    const int row_end = min(row0 + Traits::kBlockM, rows.count(len_q));
+    const BlockRange visible = mask.visible_blocks(row0, row_end, kBlockN);
     if (visible.end <= visible.begin) return;
     // The walk is from the last key to the first.
     const int last_block = visible.end - 1;
@@ -135,8 +136,8 @@ struct FwdMainloop {
 
     const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);
     loader_q.load_rows(
-        sQ, [&](int row) { return rows.template find<const Element>(params.q, tile, row0 + row); },
-        [&](int row) { return row < rows_q && rows.is_head(row0 + row); });
+        sQ, [&](int row) { return rows.find<const Element>(params.q, tile, row0 + row); },
+        [&](int row) { return rows.exists(row0 + row, len_q); });
     load_keys(last_block);
     if constexpr (Traits::kStages == 2) load_values(last_block);
     platform::commit_copies();

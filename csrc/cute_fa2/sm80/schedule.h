@@ -11,7 +11,7 @@
 namespace flash_cute::sm80 {
 
 // One block per tile on a one-dimensional grid (y and z end at 65,535). Consecutive blocks walk
-// over the query rows of one head, so that its K and V stay in L2, and from the last rows to the
+// over the rows of one head, so that its K and V stay in L2, and from the last rows to the
 // first: under a causal mask the longest tiles start first and the short ones fill the gaps at the
 // end.
 struct OneTilePerBlock {

@@ -27,6 +27,9 @@ struct FwdTraits {
   static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kThreads = kConfig.threads();
+  // Of the launch bounds: 0 says nothing. Even 1, which asks for nothing, makes ptxas spend
+  // registers up to the last, and spill.
+  static constexpr int kMinBlocks = 0;
   static constexpr bool kQInRegisters = kConfig.q_in_registers;
   static constexpr int kStages = kConfig.stages;
 

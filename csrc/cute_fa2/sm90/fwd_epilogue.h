@@ -16,9 +16,9 @@ struct FwdEpilogue {
 
   // tOrO  ((2, 2, kHeadDimV / 8), 1, 1), normalised
   // lse   (2), of the thread's two rows, the same for the four lanes of a quad
-  // row0  the consumer's first query row, of which `rows_q` exist
+  // row0  the consumer's first row
   template <class Out, class Lse>
-  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int row0, int rows_q,
+  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int row0, int len_q,
                               const Out& tOrO, const Lse& lse) {
     using namespace cute;
     const FwdParams& params = arguments.params;
@@ -29,13 +29,10 @@ struct FwdEpilogue {
     convert_to_words<ElementOut>(tOrO, words);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int row_in_tile = thread / 32 * 16 + thread % 32 / 4 + 8 * r;
-      const int row = row0 + row_in_tile;
-      const bool exists = row_in_tile < rows_q && arguments.rows.is_head(row);
-      if (exists && lane_in_quad == 0) {
-        *arguments.rows.template find<float>(params.lse, tile, row) = lse(r);
-      }
-      auto* out = arguments.rows.template find<ElementOut>(params.out, tile, row);
+      const int row = row0 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+      const bool exists = arguments.rows.exists(row, len_q);
+      if (exists && lane_in_quad == 0) *arguments.rows.find<float>(params.lse, tile, row) = lse(r);
+      auto* out = arguments.rows.find<ElementOut>(params.out, tile, row);
       // A lane holds two columns of every eight. Four lanes trade, for each of them to have eight
       // columns that lie together: 16 bytes.
       CUTE_UNROLL

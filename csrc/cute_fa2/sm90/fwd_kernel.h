@@ -2,7 +2,11 @@
 // each tile the main loop and the epilogue.
 #pragma once
 
+#include "common/layout.h"
 #include "common/platform.h"
+#include "common/sequence.h"
+#include "common/tile.h"
+#include "sm90/arguments.h"
 #include "sm90/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/hopper.h"
@@ -44,11 +48,9 @@ struct FwdKernel {
         using namespace cute;
         const TileCoord tile = arguments.schedule.tile(platform::computed_here(index));
         const int row0 = tile.m_block * Traits::kBlockM + (warpgroup - 1) * Traits::kRows;
-        const int rows_q =
-            min(Traits::kRows, arguments.rows.count(Sequence(arguments.params).len_q) - row0);
         auto out = as_matrix(tOrO);  // (rows, columns)
         auto lse = softmax.finish(out);
-        Epilogue::run(arguments, tile, row0, rows_q, tOrO, lse);
+        Epilogue::run(arguments, tile, row0, Sequence(arguments.params).len_q, tOrO, lse);
       });
     }
   }

@@ -1,6 +1,6 @@
 // The walk over the keys: S = Q K^T, online softmax, O += P V, one block of keys at a time. One
 // warpgroup, the producer, copies tiles to shared memory ahead of the others, the consumers, which
-// compute on 64 query rows each.
+// compute on 64 rows each.
 #pragma once
 
 #include <cute/algorithm/gemm.hpp>

@@ -27,6 +27,7 @@ struct FwdTraits {
   static constexpr int kStages = kConfig.stages;
   static constexpr int kQStages = kConfig.q_stages;
   static constexpr int kThreads = kConfig.threads();
+  static constexpr int kMinBlocks = 1;
 
   using ShapeQ = cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>;
   using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;
