@@ -11,10 +11,6 @@
 #include "generated/variants.inc"
 #include "static_switch.h"
 
-#ifndef FLASH_CUTE_ARCHS
-#error "FLASH_CUTE_ARCHS names the built architectures, separated by spaces"
-#endif
-
 namespace flash_cute {
 namespace {
 
