@@ -242,9 +242,9 @@ def write_ninja() -> tuple[str, str]:
     shared = [*linker, "-shared", f"-Wl,--version-script={exports}", "-o", "$out", "$in"]
 
     text = f"builddir = {BUILD}\n"
-    for name, tool in (("cxx", cxx), ("nvcc", nvcc)):
+    for name, tool, output in (("cxx", cxx, "-c"), ("nvcc", nvcc, "-c"), ("ptx", nvcc, "-ptx")):
         depfile = ["-MD", "-MF", "$out.d"]
-        command = for_ninja([*cached, *tool, "$flags", *depfile, "-c", "$in", "-o", "$out"])
+        command = for_ninja([*cached, *tool, "$flags", *depfile, output, "$in", "-o", "$out"])
         text += f"rule {name}\n  command = {command}\n  description = compiling $in\n"
         text += "  deps = gcc\n  depfile = $out.d\n"
     text += (
@@ -258,23 +258,32 @@ def write_ninja() -> tuple[str, str]:
         text += f"build {objects[-1]}: {rule} {source.relative_to(ROOT)}\n"
         if rule == "nvcc":
             text += f"  flags = {variants.nvcc_flags(source, sm80_code)}\n"
+        if "_sm90_" in source.name:  # no part of the library, but tests/ptx asks for it
+            text += f"build {BUILD}/{source.stem}.ptx: ptx {source.relative_to(ROOT)}\n"
+            text += f"  flags = {variants.nvcc_flags(source, [])}\n"
     text += f"build {library}: link {' '.join(objects + inputs)} | {exports}\n"
+    text += f"default {library}\n"
     return write(f"{folder}/build.ninja", text), library
 
 
 def build_library() -> Path:
     """Brings the library in the build folder up to date and returns where it is."""
+    ninja_file, library = write_ninja()
+    build(ninja_file)
+    return ROOT / library
+
+
+def build(ninja_file: str, *targets: str) -> None:
+    """Brings these up to date, by default the library."""
     ninja = find_program("ninja")
     if not ninja:
         raise not_found("ninja", "ninja")
-    ninja_file, library = write_ninja()
     count = jobs(len(os.sched_getaffinity(0)), available_gigabytes(), os.environ.get("MAX_JOBS"))
     print(f"flash_cute: compiling what has changed, {count} at a time", flush=True)
     environment = {"NINJA_STATUS": "[%f/%t] %e s ", **os.environ}
-    command = [ninja, "-f", ninja_file, "-j", str(count)]
+    command = [ninja, "-f", ninja_file, "-j", str(count), *targets]
     if subprocess.call(command, cwd=ROOT, env=environment) != 0:
         raise BuildError("the build failed; the messages above say why")
-    return ROOT / library
 
 
 def install_in_place() -> None:

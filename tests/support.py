@@ -4,9 +4,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import shutil
+import subprocess
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,3 +205,18 @@ def check(
     result = tolerance.compare(out, lse, q, k, v, is_causal, softmax_scale, **band)
     assert result.passed, str(result)
     return out, lse
+
+
+@functools.cache
+def cuobjdump(*arguments: str) -> str:
+    """What cuobjdump says of the library; skips the test where there is no cuobjdump."""
+    packaged = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin")  # with nvdisasm beside it
+    path = f"{packaged}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/local/cuda/bin"
+    program = shutil.which("cuobjdump", path=path)
+    if not program or not shutil.which("nvdisasm", path=path):
+        pytest.skip("needs cuobjdump and nvdisasm: the PyPI packages of nvidia-cuda-<name>")
+    command = [program, *arguments, str(ops.LIBRARY)]
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout

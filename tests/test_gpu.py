@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -258,6 +259,16 @@ def test_current_device_is_not_the_tensors(kernels):
         assert torch.cuda.current_device() == 0
     assert all(x.device.index == 1 for x in moved)
     assert all(torch.equal(a.to("cuda:0"), b) for a, b in zip(moved, expected, strict=True))
+
+
+@pytest.mark.parametrize("arch", ["sm80", pytest.param("sm90", marks=pytest.mark.sm90)])
+def test_the_first_call_of_a_thread(arch):
+    """Nothing that it asks of CUDA ahead of the launch has bound the device's context to it."""
+    inputs = gpu_inputs(1, 2, 129, 64)
+    expected = [x.cpu() for x in run(*inputs, arch=arch)]  # leaves memory behind that is used again
+    with ThreadPoolExecutor(1) as new_thread:
+        results = new_thread.submit(run, *inputs, arch=arch).result()
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(results, expected, strict=True))
 
 
 @GPU_KERNELS

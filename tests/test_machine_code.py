@@ -3,21 +3,14 @@ that the kernels stand on, no spills, and no more registers than the tile table 
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import re
-import shutil
-import subprocess
-import sysconfig
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from flash_cute.ops import LIBRARY
+from support import cuobjdump
 
 INFO: dict[str, Any] = json.loads(torch.ops.flash_cute.build_info())
 # The machine code, and whose kernels it is.
@@ -54,20 +47,6 @@ def config_of(kernel: str) -> tuple[int, ...]:
 def is_kernel_of(arch: str, function: str) -> bool:
     """Whether it is a forward kernel. Asked for sm_90, cuobjdump shows sm_90a as well."""
     return f"{ARCHS[arch]}9FwdKernel" in function
-
-
-@functools.cache
-def cuobjdump(*arguments: str) -> str:
-    packaged = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin")  # with nvdisasm beside it
-    path = f"{packaged}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/local/cuda/bin"
-    program = shutil.which("cuobjdump", path=path)
-    if not program or not shutil.which("nvdisasm", path=path):
-        pytest.skip("needs cuobjdump and nvdisasm: the PyPI packages of nvidia-cuda-<name>")
-    command = [program, *arguments, str(LIBRARY)]
-    environment = {**os.environ, "PATH": path}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout
 
 
 @pytest.fixture(scope="module", params=ARCHS)
@@ -183,6 +162,22 @@ def test_softmax_stands_under_a_product() -> None:
         softmax = after_vote.split("WARPGROUP.DEPBAR")[0]
         scores = 64 * config_of(kernel)[2] // 128  # of a thread
         assert softmax.count("MUFU.EX2") >= scores, kernel
+        seen += 1
+    assert seen
+
+
+def test_output_is_stored_16_bytes_at_a_time() -> None:
+    """By the SM90 kernels from registers: nvcc tore some of these stores apart."""
+    if "sm_90a" not in ARCHS:
+        pytest.skip("this build has no sm_90a")
+    seen = 0
+    for text in cuobjdump("-sass", "-arch", "sm_90a").split("Function : ")[1:]:
+        kernel = text.split()[0]
+        if not is_kernel_of("sm_90a", kernel):
+            continue
+        rows, head_dim = 2, config_of(kernel)[0]  # of a thread
+        widths = Counter(re.findall(r"\bSTG\.E(?:\.(\d+))?", text))
+        assert widths == {"128": rows * head_dim // 32, "": rows}, kernel  # and the log-sum-exp
         seen += 1
     assert seen
 

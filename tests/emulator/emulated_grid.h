@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <typeinfo>
 
 #include "machine.h"
 
@@ -17,8 +18,8 @@ void run_grid(const typename Kernel::Arguments& arguments, int64_t blocks, int, 
     Kernel::run(*static_cast<const typename Kernel::Arguments*>(arguments),
                 *static_cast<SharedMemory*>(smem));
   };
-  emulator::run_grid(blocks, Traits::kThreads, sizeof(SharedMemory), run, &arguments,
-                     sizeof arguments);
+  emulator::run_grid(typeid(Kernel).name(), blocks, Traits::kThreads, sizeof(SharedMemory), run,
+                     &arguments, sizeof arguments);
 }
 
 }  // namespace flash_cute

@@ -17,12 +17,37 @@ namespace flash_cute::emulator {
 namespace {
 
 Session* current = nullptr;
+Runner other_machine = nullptr;
+
+const char* keep(std::string text) {
+  static std::string kept;
+  kept = std::move(text);
+  return kept.empty() ? nullptr : kept.c_str();
+}
 
 }  // namespace
 
-void run_grid(int64_t blocks, int threads, int shared_bytes, Kernel kernel, const void* params,
-              int params_bytes) {
+__attribute__((visibility("default"))) void set_runner(Runner runner) { other_machine = runner; }
+__attribute__((visibility("default"))) const char* check_global_read(const void* address, int bytes,
+                                                                     int alignment) {
+  return keep(current->global.check_read(address, bytes, alignment));
+}
+__attribute__((visibility("default"))) const char* check_global_write(const void* address,
+                                                                      int bytes) {
+  return keep(current->global.write(address, bytes));
+}
+
+void run_grid(const char* name, int64_t blocks, int threads, int shared_bytes, Kernel kernel,
+              const void* params, int params_bytes) {
   Session& session = *current;
+  if (other_machine) {
+    std::string failure = "the kernel failed";
+    if (other_machine(name, blocks, threads, shared_bytes, params, params_bytes)) {
+      failure = session.global.unwritten();
+    }
+    if (!failure.empty()) throw std::runtime_error(failure);
+    return;
+  }
   const Launch launch{kernel,       params,       params_bytes,   threads,
                       shared_bytes, session.seed, &session.global};
   std::atomic<int64_t> next{0};

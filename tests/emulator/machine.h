@@ -34,9 +34,9 @@ void copy_async(void* target, const void* source, bool exists);
 void commit_copies();
 void wait_copies(int groups_in_flight);
 
-// Runs `kernel` for every thread of every block, on emulated memories.
+// Runs `kernel` for every thread of every block, on emulated memories. `name` is that of its type.
 using Kernel = void (*)(const void* params, void* shared_memory);
-void run_grid(int64_t blocks, int threads, int shared_bytes, Kernel kernel, const void* params,
-              int params_bytes);
+void run_grid(const char* name, int64_t blocks, int threads, int shared_bytes, Kernel kernel,
+              const void* params, int params_bytes);
 
 }  // namespace flash_cute::emulator

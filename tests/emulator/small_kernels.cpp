@@ -375,7 +375,9 @@ extern "C" __attribute__((visibility("default"))) int emulate_small(
       const auto& p = *static_cast<const Params*>(params);
       p.body({p, *static_cast<Shared*>(shared)});
     };
-    auto launch = [&] { run_grid(1, kThreads, sizeof(Shared), run, &params, sizeof params); };
+    auto launch = [&] {
+      run_grid("small", 1, kThreads, sizeof(Shared), run, &params, sizeof params);
+    };
     return run_session(session, launch, counters, error, error_bytes);
   }
   return 2;

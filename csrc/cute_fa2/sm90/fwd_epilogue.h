@@ -42,10 +42,7 @@ struct FwdEpilogue {
         for (int i = 0; i < 4; ++i) chunk[i] = words(2 * (column / 8 + i) + r);
         transpose_in_quad(chunk, lane_in_quad);
         const int first = column + 8 * lane_in_quad;
-        if (exists && first < params.head_dim) {
-          const uint4 columns = {chunk[0], chunk[1], chunk[2], chunk[3]};
-          *reinterpret_cast<uint4*>(out + first) = columns;
-        }
+        if (exists && first < params.head_dim) hopper::store_words(out + first, chunk);
       }
     }
   }

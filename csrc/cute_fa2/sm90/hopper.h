@@ -33,6 +33,11 @@ CUTE_DEVICE uint32_t shuffle_xor(uint32_t value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 
+// 16 bytes to global memory in one instruction; nvcc may tear a plain store of a uint4 apart.
+CUTE_DEVICE void store_words(void* target, const uint32_t (&words)[4]) {
+  __stwb(static_cast<uint4*>(target), uint4{words[0], words[1], words[2], words[3]});
+}
+
 // A barrier in shared memory. Its phase is over, and the next begins, when `arrivals` threads have
 // arrived and the bytes expected in it have been copied. `wait` returns once the phase of that
 // parity is over; of a new barrier, the one before the first counts as over (parity 1).

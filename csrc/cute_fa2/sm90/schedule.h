@@ -51,19 +51,22 @@ class Schedule {
 
     // The index of the next tile; past the last, one that the schedule has not.
     CUTE_DEVICE int next(const Schedule& schedule) {
-      const int index = first_ + (is_backward_ ? schedule.blocks_ - 1 - block_ : block_);
+      const int in_round = is_backward_ ? schedule.blocks_ - 1 - block_ : block_;
+      const unsigned index = first_ + in_round;
       first_ += schedule.blocks_;
       is_backward_ = !is_backward_;
-      return index;
+      return static_cast<int>(index);
     }
 
    private:
     int block_;
-    int first_ = 0;
+    unsigned first_ = 0;  // of the round; the last may pass 2^31
     bool is_backward_ = false;
   };
 
-  CUTE_DEVICE bool has(int index) const { return index < tiles_; }
+  CUTE_DEVICE bool has(int index) const {
+    return static_cast<unsigned>(index) < static_cast<unsigned>(tiles_);
+  }
 
   CUTE_DEVICE TileCoord tile(int index) const {
     int section, in_section, m, head_in_section, batch, head;

@@ -1,0 +1,74 @@
+"""The kernels in PTX, as the library has it or as nvcc compiles it for the library, and the machine
+that runs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import cuobjdump
+
+import build_library
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "emulator"))
+
+import build_emulator
+from ptx_emulator import PtxEmulator
+
+#: Whose launches are ours: as tests/emulator has them.
+LIBRARIES = {
+    "sm80": [build_emulator.Library()] * 2,
+    "sm90": [
+        build_emulator.Library("sm90_bf16", 90, dtypes=("bf16",)),
+        build_emulator.Library("sm90_fp16", 90, dtypes=("fp16",), head_dims=(64,)),
+    ],
+}
+#: Of sm90, whose PTX is compiled for the tests.
+HEAD_DIMS = {"bf16": build_library.variants.ALL_HEAD_DIMS, "fp16": (64,)}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(scope="session")
+def sm80() -> dict[torch.dtype, PtxEmulator]:
+    return emulators("sm80")
+
+
+@pytest.fixture(scope="session")
+def sm90() -> dict[torch.dtype, PtxEmulator]:
+    return emulators("sm90")
+
+
+def emulators(arch: str) -> dict[torch.dtype, PtxEmulator]:
+    if reason := build_emulator.why_not():
+        pytest.skip(reason)
+    build_emulator.build(*set(LIBRARIES[arch]))
+    return {
+        dtype: PtxEmulator(
+            build_library.ROOT / library.path,
+            int(arch[2:]),
+            shipped() if arch == "sm80" else compiled(name),
+        )
+        for (name, dtype), library in zip(DTYPES.items(), LIBRARIES[arch], strict=True)
+    }
+
+
+def shipped() -> list[str]:
+    """What the library has for chips to come: the SM80 kernels."""
+    return [cuobjdump("-ptx")]
+
+
+def compiled(dtype: str) -> list[str]:
+    """The SM90 kernels, of which the library has machine code alone."""
+    targets = [
+        f"{build_library.BUILD}/fwd_sm90_hdim{head_dim}_{dtype}_{mask}.ptx"
+        for head_dim in HEAD_DIMS[dtype]
+        for mask in build_library.variants.MASKS
+    ]
+    ninja_file, _ = build_library.write_ninja()
+    rules = Path(build_library.ROOT, ninja_file).read_text()
+    if not all(f"build {target}:" in rules for target in targets):
+        pytest.skip("FLASH_CUTE_HEAD_DIMS or FLASH_CUTE_ARCHS leaves out some of these kernels")
+    build_library.build(ninja_file, *targets)
+    return [Path(build_library.ROOT, target).read_text() for target in targets]
