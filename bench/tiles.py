@@ -4,9 +4,9 @@
     python -m bench.tiles sm80 64,128,48,4,2,false --blocks-per-sm 3
     python -m bench.run --suite train --D 64 --check --tiles build/tiles/*.so
 
-A tile is given by the members of `FwdSm90Config` or `FwdConfig`, in their order. The first two
-lines need no GPU: they compile each tile, for Hopper, to a library of its own, and say how many
-registers it takes and whether it spills.
+A tile is given by the members of `FwdSm90Config` or `FwdConfig`, in their order; the last of the
+latter may be left out. The first two lines need no GPU: they compile each tile, for Hopper, to a
+library of its own, and say how many registers it takes and whether it spills.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build/tiles", metavar="FOLDER")
     args = parser.parse_args(argv)
     for tile in args.tiles:
-        if not re.fullmatch(r"(\d+,){5}(true|false)", tile):
+        if not re.fullmatch(r"(\d+,){5}(true|false)(,\d+)?", tile):
             parser.error(f"{tile!r} is not five numbers and true or false, as 64,128,64,4,2,true")
     done = [
         compile_tile(args.arch, tile, args.dtype, args.blocks_per_sm, args.out)

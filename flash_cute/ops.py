@@ -63,6 +63,8 @@ class TileOfAnyArch(TypedDict):
 class Tile(TileOfAnyArch, total=False):
     """A row of the kernels' tile table (csrc/cute_fa2/config.h)."""
 
+    # Of sm80 alone.
+    column_warps: int  #: how many of the warps share their query rows
     # Of sm90 alone.
     q_stages: int  #: query tiles in shared memory
     producer_registers: int  #: what the warpgroup that loads keeps of a thread's registers

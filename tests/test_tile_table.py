@@ -51,13 +51,16 @@ def test_every_head_dim_has_one_row_of_sm90(mask: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_row(row: dict[str, Any]) -> None:
-    # Q, and K and V as often as the pipeline has stages, in elements of 2 bytes.
-    elements = (row["block_m"] + 2 * row["stages"] * row["block_n"]) * row["head_dim"]
-    assert row["smem_bytes"] == 2 * elements
+    # Q, and K and V as often as the pipeline has stages, in elements of 2 bytes; of rows that warps
+    # share, P and a word for each of them.
+    m, n, sharing = (row[name] for name in ("block_m", "block_n", "column_warps"))
+    elements = (m + 2 * row["stages"] * n) * row["head_dim"]
+    assert row["smem_bytes"] == 2 * elements + (0 if sharing == 1 else m * (2 * n + 4 * sharing))
     assert row["smem_bytes"] <= max(LIMITS.values())
-    # Each warp has whole 16-row MMA tiles of the queries; a step along the keys is 16 long.
-    assert row["block_m"] % (16 * row["warps"]) == 0
-    assert row["block_n"] % 16 == 0
+    # Each warp has whole 16-row MMA tiles of the queries, and of the columns 16 at a time.
+    assert row["warps"] % sharing == 0
+    assert m % (16 * row["warps"] // sharing) == 0
+    assert n % (16 * sharing) == 0
     assert row["head_dim"] % 32 == 0
     assert 1 <= row["warps"] <= 32
     # The registers of all the threads that are to be resident come out of one file of 65536.

@@ -10,17 +10,22 @@ namespace flash_cute {
 // One tile of the forward: `block_m` query rows stay with a thread block while it walks over the
 // keys, `block_n` at a time. A structural type, so that it is itself a template argument.
 struct FwdConfig {
-  int head_dim;  // bucket: serves head dims up to this one
-  int block_m;   // query rows of a tile
-  int block_n;   // keys of a tile
-  int warps;     // along the query rows; each works on block_m / warps of them
+  int head_dim;   // bucket: serves head dims up to this one
+  int block_m;    // query rows of a tile
+  int block_n;    // keys of a tile
+  int row_warps;  // along the query rows; each works on block_m / row_warps of them
   int stages;  // key blocks in shared memory: with 2, the next one arrives while this one is worked
                // on
-  bool q_in_registers;  // Q's fragments are loaded from shared memory once, not once per key block
+  bool q_in_registers;   // Q's fragments are loaded from shared memory once, not once per key block
+  int column_warps = 1;  // that share rows: each computes a part of the columns of S, and of O
 
-  constexpr int threads() const { return warps * 32; }
-  // Q, K and V tiles of 2-byte elements; O goes through Q's space.
-  constexpr int smem_bytes() const { return (block_m + 2 * stages * block_n) * head_dim * 2; }
+  constexpr int threads() const { return row_warps * column_warps * 32; }
+  // Q, K and V tiles of 2-byte elements; O goes through Q's space. Of shared rows also P, and a
+  // word for each row from each warp that has it.
+  constexpr int smem_bytes() const {
+    const int tiles = (block_m + 2 * stages * block_n) * head_dim * 2;
+    return column_warps == 1 ? tiles : tiles + block_m * (block_n * 2 + column_warps * 4);
+  }
 };
 
 struct FwdRow {
@@ -49,18 +54,19 @@ struct FwdRow {
 // was tried, as block_n, stages: speed. All before O was rescaled only on a rise of 2^8
 // (online_softmax.h), which gave 4% at head dim 64, 5.5% at 128 and nothing at 256.
 inline constexpr FwdRow kFwdSm80[] = {
-    // head_dim, block_m, block_n, warps, stages, q_in_registers, blocks_per_sm
+    // head_dim, block_m, block_n, row_warps, stages, q_in_registers (, column_warps), blocks_per_sm
     {{32, 128, 128, 4, 2, true}, 2},  // 1.13. 64, 2: 1.05
     {{64, 128, 64, 4, 2, true}, 2},  // 1.03. 64, 1: 1.00; 80, 2: 1.01; 96, 2: 1.02; Q in smem: 0.98
     {{96, 128, 64, 4, 1, false}, 2},   // 0.97. 64, 2: 0.93
     {{128, 128, 64, 4, 1, false}, 2},  // 1.06. 64, 2: 1.06, and too large for sm_80; 48, 2: 0.98
     {{128, 128, 32, 4, 1, false}, 2},  // 0.90
-    {{192, 64, 64, 4, 1, false}, 2},   // 1.04. 48, 2: 0.97
+    // Not timed; a model has it 20% ahead of 4 warps of 16 rows: 1.04; of those 48, 2: 0.97.
+    {{192, 64, 64, 2, 1, false, 2}, 2},
     {{192, 128, 64, 8, 1, false}, 1},  // 0.93
-    {{256, 64, 64, 4, 1, false}, 2},   // 1.05. 48, 1: 0.97
-    {{256, 128, 64, 8, 1, false}, 1},  // 0.93
-    {{256, 64, 64, 4, 1, false},
-     1},  // not timed: the tile of two rows above, alone on its processor
+    // Not timed: 64 x 64 in 2 x 2 warps, 6 to 8% ahead by the model. 48, 1: 0.97
+    {{256, 64, 64, 4, 1, false}, 2},      // 1.05
+    {{256, 128, 64, 4, 1, false, 2}, 1},  // not timed. In 8 warps of 16 rows: 0.93
+    {{256, 64, 64, 4, 1, false}, 1},      // not timed: as two rows above, alone on its processor
 };
 
 // The index of the row that serves `head_dim` (a bucket) within `smem_limit` bytes, or -1.

@@ -134,22 +134,28 @@ void Cta::wait(Thread& thread, const char* at, const void* code) {
   switch_from(thread);
 }
 
-void Cta::barrier(Thread& thread, int id, int count, const void* code, bool waits) {
+void Cta::barrier(Thread& thread, int id, int count, const void* code, bool waits, Vote vote) {
   if (id < 0 || id > 15) emulator::fail(thread, code, "names barrier %d, of 0 to 15", id);
   Barrier& barrier = barriers_[id];
   if (barrier.arrived == 0) {
     barrier.count = count;
+    barrier.votes = vote != Vote::kNone;
+    barrier.any_voted = false;
     barrier.clocks.reset(clock_entries());
     barrier.has_arrived.assign(launch_.threads, false);
   } else if (barrier.count != count) {
     emulator::fail(thread, code, "waits for %d threads at barrier %d, where others wait for %d",
                    count, id, barrier.count);
+  } else if (barrier.votes != (vote != Vote::kNone)) {
+    emulator::fail(thread, code, "%s at barrier %d, where others %s",
+                   barrier.votes ? "does not vote" : "votes", id, barrier.votes ? "do" : "do not");
   }
   if (barrier.has_arrived[thread.index]) {
     emulator::fail(thread, code, "comes to barrier %d again before the others have", id);
   }
   barrier.has_arrived[thread.index] = true;
   barrier.clocks.join(thread.clocks);
+  barrier.any_voted |= vote == Vote::kYes;
   if (waits) {
     barrier.waiting.push_back(&thread);
   } else {
@@ -158,6 +164,7 @@ void Cta::barrier(Thread& thread, int id, int count, const void* code, bool wait
   const bool last = ++barrier.arrived == count;
   if (last) {
     for (Thread* other : barrier.waiting) {
+      other->any_voted = barrier.any_voted;
       other->clocks.join(barrier.clocks);
       other->clocks.advance(other->index);
       wake(*other);

@@ -54,6 +54,7 @@ struct Thread {
   const void* waits_in;       // where in the code
   const MBarrier* waits_for;  // the barrier in shared memory, if that is what it waits for
   uint32_t parity;            // of the phase
+  bool any_voted;             // for, at the last barrier at which it voted
   int64_t copy_group;         // the one that its copies join until the next commit
   std::deque<PendingCopy> copies;
 };
@@ -64,6 +65,9 @@ struct Thread {
 
 // "at <address in the library>", for the Python side to turn into a line of the source.
 std::string place(const void* code);
+
+// What a thread has to say at a barrier.
+enum class Vote { kNone, kNo, kYes };
 
 class Cta {
  public:
@@ -79,8 +83,9 @@ class Cta {
 
   // For the running thread. Waits until `count` threads have come to the barrier; all that any of
   // them did before is then ordered before all that those who wait do after. Some may go on without
-  // waiting.
-  void barrier(Thread& thread, int id, int count, const void* code, bool waits = true);
+  // waiting. All of them vote or none does.
+  void barrier(Thread& thread, int id, int count, const void* code, bool waits = true,
+               Vote vote = Vote::kNone);
   // For the running thread: waits until all lanes of its warp have come with operands of their own,
   // upon which `complete` does the work of all.
   using Complete = void (*)(Cta& cta, Thread* lane0, void* const (&operands)[32]);
@@ -108,6 +113,8 @@ class Cta {
   struct Barrier {
     int count = 0;
     int arrived = 0;
+    bool votes = false;
+    bool any_voted = false;
     std::vector<bool> has_arrived;
     std::vector<Thread*> waiting;
     Clocks clocks;

@@ -19,6 +19,7 @@ namespace flash_cute::platform {
 inline unsigned thread_index() { return emulator::thread_index(); }
 inline int block_index() { return emulator::block_index(); }
 inline void sync_block() { emulator::sync_block(); }
+inline bool sync_block_or(bool predicate) { return emulator::sync_block_or(predicate); }
 
 inline float shuffle_xor(float value, int lane_mask) {
   uint32_t bits;

@@ -36,6 +36,11 @@ int thread_index() { return running->index; }
 int block_index() { return running->cta->block(); }
 
 void sync_block() { running->cta->barrier(*running, 0, running->cta->launch().threads, CALLER); }
+bool sync_block_or(bool predicate) {
+  const Vote vote = predicate ? Vote::kYes : Vote::kNo;
+  running->cta->barrier(*running, 0, running->cta->launch().threads, CALLER, true, vote);
+  return running->any_voted;
+}
 void sync_named(int id, int threads) { running->cta->barrier(*running, id, threads, CALLER); }
 
 void sync_warp() {

@@ -11,6 +11,7 @@ int block_index();
 
 // Barriers: all threads of the block, `threads` of them at the named barrier `id`, a warp.
 void sync_block();
+bool sync_block_or(bool predicate);  // whether it holds for any thread
 void sync_named(int id, int threads);
 void sync_warp();
 

@@ -25,6 +25,7 @@ from support import poisoned, random_inputs
 MAINLOOP = "sm80/fwd_mainloop.h"
 EPILOGUE = "sm80/fwd_epilogue.h"
 TRAITS = "sm80/traits.h"
+HOLDERS = "sm80/row_holders.h"
 COPY = "common/copy.h"
 MASK = "common/mask.h"
 SOFTMAX = "common/online_softmax.h"
@@ -104,7 +105,7 @@ FAULTS = [
     Fault(
         "barrier removed before V is read",
         f"{RACE}|{UNFINISHED}",
-        [(MAINLOOP, "platform::sync_block();\n        if (has_next", "if (has_next")],
+        [(MAINLOOP, "platform::sync_block();\n        load_next_keys", "load_next_keys")],
         head_dim=96,
     ),
     Fault(
@@ -268,6 +269,36 @@ FAULTS = [
         "maximum of half a row",
         WRONG,
         [(SOFTMAX, ", 2));", ", 0));")],
+    ),
+    Fault(
+        "barrier removed before P of other warps is read",
+        f"{RACE}|{UNWRITTEN}",
+        [(MAINLOOP, "platform::sync_block();  // P is there", "// P is there")],
+        head_dim=192,
+    ),
+    Fault(
+        "warps that share rows vote apart",
+        f"{RACE}|{STUCK}|{UNWRITTEN}|{WRONG}|where others",
+        [
+            (
+                HOLDERS,
+                "return platform::sync_block_or(predicate);",
+                "platform::sync_block();\n    return platform::any_in_warp(predicate);",
+            )
+        ],
+        head_dim=192,
+    ),
+    Fault(
+        "maximum of one warp of a shared row",
+        WRONG,
+        [(HOLDERS, "reduce(rows, [](float a, float b) { return fmaxf(a, b); });", "")],
+        head_dim=192,
+    ),
+    Fault(
+        "sum of one warp of a shared row",
+        WRONG,
+        [(HOLDERS, "reduce(rows, [](float a, float b) { return a + b; });", "")],
+        head_dim=192,
     ),
     Fault(
         "barrier that half of the warps skip",

@@ -215,6 +215,18 @@ constexpr SmallKernel kKernels[] = {
        }
        me.out(me.in());
      }},
+    {"a barrier with a vote orders threads",
+     [](const Me& me) {
+       me.put(me.in());
+       require(sync_block_or(me.thread == 17), "hears of no vote");
+       require(!sync_block_or(false), "hears of a vote");
+       me.out(me.in_next_warp());
+     }},
+    {"a barrier at which some threads vote",
+     [](const Me& me) {
+       me.thread < 32 ? static_cast<void>(sync_block_or(true)) : sync_block();
+       me.out(me.in());
+     }},
     {"a barrier that some threads skip",
      [](const Me& me) {
        if (me.thread != 17) sync_block();

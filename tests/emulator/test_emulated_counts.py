@@ -14,7 +14,7 @@ KB = 1024
 # What a device lends to one block: sm_90, sm_80, sm_86.
 LIMITS = [227 * KB, 163 * KB, 99 * KB]
 TILES = {
-    f"{t['head_dim']}-{t['block_m']}x{t['block_n']}-{t['warps']}": (t, limit)
+    f"{t['head_dim']}-{t['block_m']}x{t['block_n']}-{t['warps']}-{t['column_warps']}": (t, limit)
     for limit in LIMITS
     for t in ops.tiles_for(limit)
 }
@@ -25,6 +25,8 @@ KEY_BLOCKS = 3
 def test_counts(emulator, name):
     tile, smem_limit = TILES[name]
     m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
+    sharing = tile["column_warps"]  # warps that have a row together
+    readers = tile["warps"] // sharing  # that read all of K and V, alone or together
     inputs = random_inputs(1, 1, m, d, len_k=n, dtype=torch.bfloat16)
     counters = check(emulator, *map(poisoned, inputs), smem_limit=smem_limit)[2]
 
@@ -35,16 +37,22 @@ def test_counts(emulator, name):
     # Each chunk of 16 bytes, 8 elements, goes from global to shared memory once, 8 at a time.
     assert counters.global_reads_16 == (m + 2 * n) * d // 8 and counters.global_reads == 0
     assert counters.copy_async.wavefronts == (m + 2 * n) * d // 64
-    # Each warp reads all of K and V; of Q its own rows, once or for each block of keys.
-    assert counters.load_matrix.wavefronts - tile["warps"] * 2 * n * d // 64 in (
-        m * d // 64,
-        KEY_BLOCKS * m * d // 64,
+    # Of Q each warp reads its rows, once or for each block of keys; likewise of a P that it shares.
+    p = m * n // 64 if sharing > 1 else 0
+    assert counters.load_matrix.wavefronts - readers * 2 * n * d // 64 - sharing * p in (
+        sharing * m * d // 64,
+        sharing * KEY_BLOCKS * m * d // 64,
     )
     # Two products of 16 x 8 x 16.
     assert counters.mma == 2 * m * n * d // (16 * 8 * 16)
-    # O goes through shared memory in words and leaves in chunks; the LSE leaves in words.
-    assert counters.store.wavefronts == m * d // 2 // 32
-    assert counters.load.wavefronts == m * d // 64
+    # O and P go through shared memory in words, O leaves in chunks; the LSE leaves in words. Of
+    # shared rows a warp tells a word each, of 8 at a time, and reads everybody's: the maxima of the
+    # first block, after which no row rises here, and the sums.
+    words = 2 * sharing * m // 8 if sharing > 1 else 0
+    assert counters.store.wavefronts == m * d // 2 // 32 + p + words
+    assert counters.load.wavefronts == m * d // 64 + words * sharing
     assert (counters.global_writes_16, counters.global_writes) == (m * d // 8, m)
-    # One a block of keys with two stages, two with one; two around O.
-    assert counters.block_barriers == 2 + KEY_BLOCKS * (3 - tile["stages"])
+    # One a block of keys with two stages, two with one; two around O. Of shared rows one for each
+    # P, one with two stages for the vote, and those of maxima and sums.
+    shared = 2 + KEY_BLOCKS * tile["stages"] if sharing > 1 else 0
+    assert counters.block_barriers == 2 + KEY_BLOCKS * (3 - tile["stages"]) + shared

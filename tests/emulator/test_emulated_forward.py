@@ -45,7 +45,7 @@ def test_lengths(emulator, head_dim, len_q, len_k, is_causal):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("seed", range(1, 6))
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_results_do_not_depend_on_the_order_of_threads(emulator, head_dim, seed, is_causal):
     inputs = random_inputs(1, 2, 150, head_dim, len_k=260, dtype=FP16)
     first = check(emulator, *map(poisoned, inputs), is_causal)
@@ -55,15 +55,16 @@ def test_results_do_not_depend_on_the_order_of_threads(emulator, head_dim, seed,
 
 @BOTH_MASKS
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3, 1e-42, 3.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_scales(emulator, head_dim, scale, is_causal):
     inputs = random_inputs(1, 2, 100, head_dim, len_k=130, dtype=BF16)
     check(emulator, *map(poisoned, inputs), is_causal, scale)
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e10, 1e300])
-def test_huge_scales_pick_the_greatest_scores(emulator, scale):
-    q, k, v = random_inputs(1, 2, 100, 64, len_k=130, dtype=BF16)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_huge_scales_pick_the_greatest_scores(emulator, head_dim, scale):
+    q, k, v = random_inputs(1, 2, 100, head_dim, len_k=130, dtype=BF16)
     q, k = (2 * q).round(), (2 * k).round()
     out, _, _ = emulator.forward(q, k, v, scale)
     scores = q.double() @ k.double().mT * math.copysign(1, scale)
@@ -73,15 +74,17 @@ def test_huge_scales_pick_the_greatest_scores(emulator, scale):
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, 0.1])
-def test_rows_without_a_key(emulator, scale):
-    inputs = random_inputs(1, 2, 300, 64, len_k=40, dtype=BF16)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_rows_without_a_key(emulator, head_dim, scale):
+    inputs = random_inputs(1, 2, 300, head_dim, len_k=40, dtype=BF16)
     out, lse, _ = check(emulator, *map(poisoned, inputs), True, scale)
     assert torch.all(out[:, :, :260] == 0) and torch.all(lse[:, :, :260] == -math.inf)
 
 
 @BOTH_MASKS
-def test_no_keys(emulator, is_causal):
-    q, k, v = random_inputs(2, 2, 70, 32, len_k=0, dtype=BF16)
+@pytest.mark.parametrize("head_dim", [32, 192])
+def test_no_keys(emulator, head_dim, is_causal):
+    q, k, v = random_inputs(2, 2, 70, head_dim, len_k=0, dtype=BF16)
     out, lse, _ = check(emulator, q, k, v, is_causal)
     assert torch.all(out == 0) and torch.all(lse == -math.inf)
 
@@ -162,13 +165,15 @@ def test_expanded_heads_that_share_tiles(emulator, is_causal):
 @BOTH_MASKS
 @BOTH_DTYPES
 @pytest.mark.parametrize("size", [1e-6, 30.0])
-def test_magnitudes(emulator, dtype, size, is_causal):
-    q, k, v = random_inputs(1, 2, 129, 64, dtype=dtype)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_magnitudes(emulator, head_dim, dtype, size, is_causal):
+    q, k, v = random_inputs(1, 2, 129, head_dim, dtype=dtype)
     check(emulator, q * size, k, v * size, is_causal)
 
 
-def test_nan_in_v_follows_the_formula(emulator):
-    q, k, v = random_inputs(1, 2, 129, 64, len_k=300, dtype=BF16)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_nan_in_v_follows_the_formula(emulator, head_dim):
+    q, k, v = random_inputs(1, 2, 129, head_dim, len_k=300, dtype=BF16)
     v[0, 1, 123, 5] = math.nan
     out, _, _ = check(emulator, q, k, v)
     assert torch.all(out[0, 1, :, 5].isnan()) and out.isnan().sum() == 129

@@ -13,6 +13,7 @@ NOWHERE = "in no row of any tensor"
 
 ALLOWED = {  # the lane or thread whose input each thread puts out: its own with some bits flipped
     "a barrier orders threads": 32,
+    "a barrier with a vote orders threads": 32,
     "a named barrier orders threads": 32,
     "a warp's barrier orders its lanes": 1,
     "a copy that is waited for, and a barrier": 32,
@@ -46,6 +47,7 @@ REFUSED = {
     "two writes of the same output": "has been written already",
     "an output left out": "nobody has written byte 272 of out",
     "lanes of a warp part ways": "while other lanes of its warp are at",
+    "a barrier at which some threads vote": "votes? at barrier 0, where others do",
     "a barrier that some threads skip": "every thread waits or is done .1 are., thread",
     "threads expected differ at a barrier": "where others wait for|every thread waits",
     "who arrives without waiting knows nothing of the others": f"{RACE}|nobody has written",

@@ -10,11 +10,36 @@
 
 namespace flash_cute {
 
+// Who holds the rows of a thread's scores: the four lanes of a quad. `any` tells whether something
+// holds for one of those who go on together; `max` and `sum` reduce over the holders of each row,
+// with the same result for all of them.
+struct RowsOfQuads {
+  static CUTE_DEVICE bool any(bool predicate) { return platform::any_in_warp(predicate); }
+
+  template <int kRows>
+  static CUTE_DEVICE void max(float (&rows)[kRows]) {
+    CUTE_UNROLL
+    for (float& row : rows) {
+      row = fmaxf(row, platform::shuffle_xor(row, 2));
+      row = fmaxf(row, platform::shuffle_xor(row, 1));
+    }
+  }
+
+  template <int kRows>
+  static CUTE_DEVICE void sum(float (&rows)[kRows]) {
+    CUTE_UNROLL
+    for (float& row : rows) {
+      row += platform::shuffle_xor(row, 2);
+      row += platform::shuffle_xor(row, 1);
+    }
+  }
+};
+
 // The running statistics of kRows rows. Scores are raw products; with c = scale_log2 > 0 a score s
 // weighs 2^(c s - reference). The reference is c times the row's maximum as it was when last
 // raised: it follows the maximum only where a weight would exceed 2^kSlackLog2, as each rise costs
-// a rescaling of O. The four lanes of a quad share each row: the reference is that of the whole
-// row, the sum that of the lane's own columns until `finish`.
+// a rescaling of O. Several threads hold each row (`holders`): the reference is that of the whole
+// row, the sum that of the thread's own columns until `finish`.
 //
 // Without kAnyScale, scales for which FwdParams::subtract_max_first holds are left to others.
 template <int kRows, bool kAnyScale = true>
@@ -28,19 +53,13 @@ class OnlineSoftmax {
     }
   }
 
-  // Takes one more block of scores: replaces them by their weights, and rescales `out`, the
-  // weighted sum of V so far, where the reference rises. Both are matrices of (kRows, columns).
-  template <class Scores, class Out>
-  CUTE_DEVICE void step(Scores& scores, Out& out) {
-    if (raise(scores)) rescale(out);
-    weigh(scores);
-  }
-
-  // The three parts of a step, for those who have something else to do in between. `raise` lets
-  // the references follow the block's maxima; where it returns true (for the whole warp), what was
-  // summed up before is to be rescaled before anything is added to it.
-  template <class Scores>
-  CUTE_DEVICE bool raise(Scores& scores) {
+  // One more block of scores is taken in three parts, between which there may be something else to
+  // do. `raise` lets the references follow the block's maxima; where it returns true (for all who
+  // vote together), `rescale` is to do so with `out`, the weighted sum of V so far, before anything
+  // is added to it; `weigh` replaces the scores by their weights. Both are matrices of
+  // (kRows, columns).
+  template <class Scores, class Holders = RowsOfQuads>
+  CUTE_DEVICE bool raise(Scores& scores, const Holders& holders = {}) {
     float row_max[kRows];
     bool rises = kAnyScale && params_.subtract_max_first;
     CUTE_UNROLL
@@ -51,14 +70,13 @@ class OnlineSoftmax {
       rises |= row_max[r] > limit_[r];
     }
 
-    // Each row decides for itself, so that its result does not depend on its neighbours; the warp
-    // decides together whether there is anything to do. A lane's own columns tell whether there
-    // is; how far a row rises, its four lanes find together.
-    if (!platform::any_in_warp(rises)) return false;
+    // Each row decides for itself, so that its result does not depend on its neighbours; all decide
+    // together whether there is anything to do. A thread's own columns tell whether there is; how
+    // far a row rises, its holders find together.
+    if (!holders.any(rises)) return false;
+    holders.max(row_max);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 2));
-      row_max[r] = fmaxf(row_max[r], platform::shuffle_xor(row_max[r], 1));
       const float limit = row_max[r] > limit_[r] ? row_max[r] + params_.slack : limit_[r];
       if (kAnyScale && params_.subtract_max_first) {
         rescale_[r] = platform::exp2((limit_[r] - finite(limit)) * params_.scale_log2);
@@ -104,14 +122,13 @@ class OnlineSoftmax {
 
   // Divides `out` by the rows' sums and returns the rows' log-sum-exp (natural logarithm). A row
   // without a key has a sum of 0 and gets out = 0, lse = -inf.
-  template <class Out>
-  CUTE_DEVICE auto finish(Out& out) {
+  template <class Out, class Holders = RowsOfQuads>
+  CUTE_DEVICE auto finish(Out& out, const Holders& holders = {}) {
+    holders.sum(sum_);
     auto lse = cute::make_tensor<float>(cute::Int<kRows>{});
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float sum = sum_[r];
-      sum += platform::shuffle_xor(sum, 2);
-      sum += platform::shuffle_xor(sum, 1);
+      const float sum = sum_[r];
       const float inverse = 1.f / sum;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(out); ++c) {

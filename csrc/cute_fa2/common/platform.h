@@ -24,6 +24,8 @@ CUTE_DEVICE int block_index() { return blockIdx.x; }
 // A barrier of all threads of the block, which also makes their shared-memory accesses visible to
 // each other.
 CUTE_DEVICE void sync_block() { __syncthreads(); }
+// The same, and whether the predicate holds for any of them.
+CUTE_DEVICE bool sync_block_or(bool predicate) { return __syncthreads_or(predicate); }
 
 CUTE_DEVICE float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);

@@ -18,7 +18,7 @@ struct FwdEpilogue {
   using ShapeO = typename Traits::ShapeO;
 
   // tOrO  (4, MMA_M, kHeadDimV / 8), normalised
-  // lse   (rows), of the thread's rows, the same for the four lanes of a quad
+  // lse   (rows), of the thread's rows, the same for all threads that hold them
   template <class Out, class Lse>
   static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int len_q,
                               typename Traits::SharedMemory& smem, const Out& tOrO,
@@ -39,7 +39,7 @@ struct FwdEpilogue {
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
-    if (get<1>(tOcO(0, 0)) == 0) {  // one lane of each quad
+    if (get<1>(tOcO(0, 0)) == 0) {  // one of those who hold the rows
       CUTE_UNROLL
       for (int r = 0; r < size(lse); ++r) {
         const int row = row0 + get<0>(tOcO(r, 0));

@@ -10,6 +10,7 @@
 #include "sm80/arguments.h"
 #include "sm80/fwd_epilogue.h"
 #include "sm80/fwd_mainloop.h"
+#include "sm80/row_holders.h"
 #include "sm80/schedule.h"
 #include "sm80/traits.h"
 
@@ -42,7 +43,7 @@ struct FwdKernel {
     Mainloop::run(arguments, tile, keys_values, mask, row0, sequence.len_q, smem, softmax, tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
-    auto lse = softmax.finish(out);
+    auto lse = softmax.finish(out, row_holders<Traits>(smem, platform::thread_index()));
     // Where the tile is, worked out again: it would hold registers all along.
     const TileCoord done =
         Schedule::tile(params, rows, Traits::kBlockM,

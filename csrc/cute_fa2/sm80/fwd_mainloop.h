@@ -11,6 +11,7 @@
 #include "common/platform.h"
 #include "common/tile.h"
 #include "sm80/arguments.h"
+#include "sm80/row_holders.h"
 
 namespace flash_cute::sm80 {
 
@@ -26,6 +27,8 @@ struct FwdMainloop {
   using LoadQ = typename Traits::LoadQ;
   using LoadK = typename Traits::LoadK;
   using LoadVt = typename Traits::LoadVt;
+  using LoadP = typename Traits::LoadP;
+  using StoreP = typename Traits::StoreP;
   using ShapeQ = typename Traits::ShapeQ;
   using ShapeK = typename Traits::ShapeK;
   using ShapeVt = typename Traits::ShapeVt;
@@ -73,7 +76,8 @@ struct FwdMainloop {
       return make_tensor(make_smem_ptr(smem.v[n_block % Traits::kStages]), SmemLayoutVt{});
     };
 
-    // Registers; N = kBlockN, D = kHeadDim, Dv = kHeadDimV.
+    // Registers; N = kBlockN, D = kHeadDim, Dv = kHeadDimV. Where warps share rows, the columns of
+    // S and O, which are B's, are a part of these.
     TiledMma mma;
     auto tSrQ = make_tensor<Element>(partition_shape_A(mma, ShapeQ{}));    // (8, MMA_M, D / 16)
     auto tSrK = make_tensor<Element>(partition_shape_B(mma, ShapeK{}));    // (4, N / 8, D / 16)
@@ -108,12 +112,18 @@ struct FwdMainloop {
       clear(tSrS);
       multiply<LoadK>(thread_here, tSrQ, fetch_q, tSrK, sK(n_block), tSrS);
 
-      if constexpr (Traits::kStages == 1) {
-        // V of this block is there, for all threads. All warps are done with K: the next may come.
-        platform::wait_copies<0>();
+      // With one stage V of this block is there after a barrier, for all threads, and all warps are
+      // done with K: the next may come. Of shared rows the softmax's vote is that barrier.
+      auto load_next_keys = [&] {
+        if constexpr (Traits::kStages == 1) {
+          if (has_next(n_block)) load_keys(n_block - 1);
+          platform::commit_copies();
+        }
+      };
+      if constexpr (Traits::kStages == 1) platform::wait_copies<0>();
+      if constexpr (Traits::kStages == 1 && !Traits::kSharesRows) {
         platform::sync_block();
-        if (has_next(n_block)) load_keys(n_block - 1);
-        platform::commit_copies();
+        load_next_keys();
       }
 
       auto scores = as_matrix(tSrS);  // (rows, columns)
@@ -125,13 +135,31 @@ struct FwdMainloop {
         mask.apply(scores, coords(platform::computed_here(thread)), coords(0u), row0,
                    Traits::kBlockM, n_block * kBlockN, kBlockN);
       }
-      softmax.step(scores, out);
+      if (softmax.raise(scores, row_holders<Traits>(smem, platform::computed_here(thread)))) {
+        softmax.rescale(out);
+      }
+      if constexpr (Traits::kSharesRows) load_next_keys();
 
       // From here on there is no branch, so that the exponentials of later columns run under the
       // products with the earlier ones.
+      softmax.weigh(scores);
       auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
-      auto tOrP = as_a_operand(tSrP);      // (8, MMA_M, N / 16)
-      multiply<LoadVt>(thread_here, tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO);
+      if constexpr (Traits::kSharesRows) {
+        auto sP = make_tensor(make_smem_ptr(smem.exchange.p),  // (kBlockM, kBlockN)
+                              typename Traits::Exchange::SmemLayoutP{});
+        auto store_p = StoreP{}.get_slice(thread_here);
+        copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
+        platform::sync_block();  // P is there, of all columns
+        auto tOrP = make_tensor<Element>(partition_shape_A(mma, ShapeS{}));  // (8, MMA_M, N / 16)
+        auto load_p = LoadP{}.get_slice(thread_here);
+        auto tXsP = load_p.partition_S(sP);  // (ldmatrix, MMA_M, N / 16)
+        auto tXrP = load_p.retile_D(tOrP);   // as tXsP
+        auto fetch_p = [&](int k) { copy(LoadP{}, tXsP(_, _, k), tXrP(_, _, k)); };
+        multiply<LoadVt>(thread_here, tOrP, fetch_p, tOrVt, sVt(n_block), tOrO);
+      } else {
+        auto tOrP = as_a_operand(tSrP);  // (8, MMA_M, N / 16)
+        multiply<LoadVt>(thread_here, tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO);
+      }
     };
 
     const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);

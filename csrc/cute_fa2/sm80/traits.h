@@ -32,6 +32,9 @@ struct FwdTraits {
   static constexpr int kMinBlocks = 0;
   static constexpr bool kQInRegisters = kConfig.q_in_registers;
   static constexpr int kStages = kConfig.stages;
+  static constexpr int kWarps = kConfig.row_warps;
+  static constexpr int kColumnWarps = kConfig.column_warps;
+  static constexpr bool kSharesRows = kColumnWarps > 1;
 
   using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;
   using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;
@@ -41,24 +44,30 @@ struct FwdTraits {
   using ShapeO = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDimV>>;
 
   // Warps stand along the query rows, so that a row's softmax stays within a warp (a quad, even)
-  // and each warp reads all of K and V. 16 columns at a time, as one ldmatrix.x4 fills B operands
-  // for two n8.
-  using TiledMma =
-      cute::TiledMMA<cute::MMA_Atom<platform::Mma<Element>>,
-                     cute::Layout<cute::Shape<cute::Int<kConfig.warps>, cute::_1, cute::_1>>,
-                     cute::Tile<cute::Int<16 * kConfig.warps>, cute::_16, cute::_16>>;
-  static_assert(kBlockM % (16 * kConfig.warps) == 0 && kBlockN % 16 == 0 && kHeadDim % 32 == 0);
+  // and each warp reads all of K and V; or along the columns as well, so that it reads a part.
+  // 16 neighbouring columns are one warp's, as one ldmatrix.x4 fills B operands for two n8.
+  using TiledMma = cute::TiledMMA<
+      cute::MMA_Atom<platform::Mma<Element>>,
+      cute::Layout<cute::Shape<cute::Int<kWarps>, cute::Int<kColumnWarps>, cute::_1>>,
+      cute::Tile<cute::Int<16 * kWarps>,
+                 cute::Layout<cute::Shape<cute::_8, cute::Int<kColumnWarps>, cute::_2>,
+                              cute::Stride<cute::_1, cute::_16, cute::_8>>,
+                 cute::_16>>;
+  static_assert(kBlockM % (16 * kWarps) == 0 && kBlockN % (16 * kColumnWarps) == 0 &&
+                kHeadDim % 32 == 0 && kHeadDimV % (16 * kColumnWarps) == 0);
 
   // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, and the
   // 16-byte chunks of 8 neighbouring rows are permuted so that a column of chunks, which is what
   // one ldmatrix phase or the store of an accumulator touches, lies in 8 different bank groups.
-  static constexpr int kStrip = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int strip(int columns) { return columns % 64 == 0 ? 64 : 32; }
+  template <int kStrip>
   using SmemAtom =
       decltype(cute::composition(cute::Swizzle<kStrip == 64 ? 3 : 2, 3, 3>{},
                                  cute::Layout<cute::Shape<cute::_8, cute::Int<kStrip>>,
                                               cute::Stride<cute::Int<kStrip>, cute::_1>>{}));
   template <class Shape>
-  using SmemLayout = decltype(cute::tile_to_shape(SmemAtom{}, Shape{}));
+  using SmemLayout =
+      decltype(cute::tile_to_shape(SmemAtom<strip(cute::size<1>(Shape{}))>{}, Shape{}));
   using SmemLayoutQ = SmemLayout<ShapeQ>;
   using SmemLayoutK = SmemLayout<ShapeK>;
   using SmemLayoutV = SmemLayout<ShapeV>;
@@ -67,6 +76,14 @@ struct FwdTraits {
   using SmemLayoutVt = decltype(cute::composition(
       SmemLayoutV{}, cute::Layout<ShapeVt, cute::Stride<cute::Int<kBlockN>, cute::_1>>{}));
 
+  // What goes between warps that share rows: P, and a word of each row from each of them.
+  struct Exchange {
+    using SmemLayoutP = SmemLayout<ShapeS>;
+    alignas(128) Element p[cute::cosize_v<SmemLayoutP>];
+    float rows[kColumnWarps][kBlockM];
+  };
+  struct Nothing {};
+
   struct SharedMemory {
     union {
       alignas(128) Element q[cute::cosize_v<SmemLayoutQ>];
@@ -74,10 +91,12 @@ struct FwdTraits {
     };
     alignas(128) Element k[kStages][cute::cosize_v<SmemLayoutK>];
     alignas(128) Element v[kStages][cute::cosize_v<SmemLayoutV>];
+    [[no_unique_address]] std::conditional_t<kSharesRows, Exchange, Nothing> exchange;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes());
 
   // 16 bytes a thread, a strip's row by neighbouring threads.
+  static constexpr int kStrip = strip(kHeadDim);
   template <class CopyOp, class T>
   using GmemTiledCopy = decltype(cute::make_tiled_copy(
       cute::Copy_Atom<CopyOp, T>{},
@@ -93,8 +112,12 @@ struct FwdTraits {
                                                  TiledMma{}));
   using LoadVt = decltype(cute::make_tiled_copy_B(
       cute::Copy_Atom<platform::LoadMatrixTransposed, Element>{}, TiledMma{}));
-  using StoreO = decltype(cute::make_tiled_copy_C(
-      cute::Copy_Atom<cute::UniversalCopy<uint32_t>, ElementOut>{}, TiledMma{}));
+  using LoadP = LoadQ;  // of shared rows, as StoreP
+  template <class T>
+  using StoreWords = decltype(cute::make_tiled_copy_C(
+      cute::Copy_Atom<cute::UniversalCopy<uint32_t>, T>{}, TiledMma{}));
+  using StoreP = StoreWords<Element>;
+  using StoreO = StoreWords<ElementOut>;
 };
 
 }  // namespace flash_cute::sm80

@@ -1,0 +1,76 @@
+// Who holds the rows of a thread's scores: the lanes of a quad, or those of several warps.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/layout.h"
+#include "common/online_softmax.h"
+#include "common/platform.h"
+
+namespace flash_cute::sm80 {
+
+// As RowsOfQuads, of rows that several warps share. All threads of the block ask together, and
+// `any` is a barrier of theirs; between two reductions there is to be another.
+template <class Traits>
+class RowsOfWarps {
+ public:
+  CUTE_DEVICE RowsOfWarps(typename Traits::Exchange& exchange, unsigned thread)
+      : words_(exchange.rows), thread_(thread) {}
+
+  CUTE_DEVICE bool any(bool predicate) const { return platform::sync_block_or(predicate); }
+
+  template <int kRows>
+  CUTE_DEVICE void max(float (&rows)[kRows]) const {
+    RowsOfQuads::max(rows);
+    reduce(rows, [](float a, float b) { return fmaxf(a, b); });
+  }
+
+  template <int kRows>
+  CUTE_DEVICE void sum(float (&rows)[kRows]) const {
+    RowsOfQuads::sum(rows);
+    reduce(rows, [](float a, float b) { return a + b; });
+  }
+
+ private:
+  // In the same order for all warps, so that they agree to the last bit.
+  template <int kRows, class Combine>
+  CUTE_DEVICE void reduce(float (&rows)[kRows], const Combine& combine) const {
+    if (thread_ % 4 == 0) {
+      auto mine = words_of(thread_ / (32 * Traits::kWarps));
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) mine(r, 0) = rows[r];
+    }
+    platform::sync_block();
+    CUTE_UNROLL
+    for (int warp = 0; warp < Traits::kColumnWarps; ++warp) {
+      auto theirs = words_of(warp);
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        rows[r] = warp == 0 ? theirs(r, 0) : combine(rows[r], theirs(r, 0));
+      }
+    }
+  }
+
+  // (rows, columns) -> the word that the column's warp has for the row
+  CUTE_DEVICE auto words_of(int column_warp) const {
+    using namespace cute;
+    auto words = make_tensor(make_smem_ptr(words_[column_warp]),
+                             Layout<typename Traits::ShapeS, Stride<_1, _0>>{});
+    return as_matrix(typename Traits::TiledMma{}.get_slice(thread_).partition_C(words));
+  }
+
+  float (&words_)[Traits::kColumnWarps][Traits::kBlockM];
+  unsigned thread_;
+};
+
+// As OnlineSoftmax asks for them.
+template <class Traits>
+CUTE_DEVICE auto row_holders(typename Traits::SharedMemory& smem, unsigned thread) {
+  if constexpr (Traits::kSharesRows) {
+    return RowsOfWarps<Traits>(smem.exchange, thread);
+  } else {
+    return RowsOfQuads{};
+  }
+}
+
+}  // namespace flash_cute::sm80
