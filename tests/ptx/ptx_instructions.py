@@ -754,17 +754,28 @@ def vote(modifiers: list[str], operands: list[Operand]) -> Step | None:
 
 
 def barrier(modifiers: list[str], operands: list[Operand]) -> Step | None:
-    (kind,) = modifiers
-    which = reader(operands[0], np.uint32)
-    count = reader(operands[1], np.uint32) if len(operands) > 1 else None
+    kind = ".".join(modifiers)
+    if kind not in ("sync", "arrive", "red.or.pred"):
+        return None
+    write, vote_of = writer(Nothing()), constant(0, np.dtype(np.bool_))
+    if kind == "red.or.pred":
+        result, *operands, vote = operands
+        write, vote_of = writer(result), reader(vote, np.bool_)
+    which, *counts = (reader(operand, np.uint32) for operand in operands)
 
     def step(warp: Warp, lanes: Lanes) -> None:
         take_whole_warp(lanes)
-        n = same_in_all(which(warp), "a barrier")
-        threads = int(count(warp)[0]) if count else warp.block.grid.program.threads
-        warp.block.meet(n, threads, warp, waits=kind == "sync")
+        threads = warp.block.grid.program.threads
+        if counts:
+            threads = same_in_all(counts[0](warp), "the threads at a barrier")
 
-    return step if kind in ("sync", "arrive") else None
+        def hear(any_vote: bool) -> None:
+            write(warp, None, np.full(LANES, any_vote))
+
+        n, vote = same_in_all(which(warp), "a barrier"), bool(vote_of(warp).any())
+        warp.block.meet(n, threads, warp, None if kind == "arrive" else hear, vote)
+
+    return step
 
 
 def mbarrier(modifiers: list[str], operands: list[Operand]) -> Step | None:

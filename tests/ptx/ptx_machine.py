@@ -24,6 +24,8 @@ PARAM_BASE = 0x4000_0000
 #: The lanes that execute an instruction; None: all of the warp.
 Lanes = np.ndarray | None
 Action = Callable[[], None]
+#: Told, when all have come to a barrier, whether any of them voted for.
+Hear = Callable[[bool], None]
 #: For lanes at a place: where each goes, as (place, lanes).
 Jump = Callable[[int, np.ndarray], list[tuple[int, np.ndarray]]]
 
@@ -76,7 +78,8 @@ class MBarrier:
 class NamedBarrier:
     expected: int = 0
     arrived: int = 0
-    waiting: list[Warp] = field(default_factory=list)
+    any_vote: bool = False
+    waiting: list[tuple[Warp, Hear]] = field(default_factory=list)
 
 
 class Pending:
@@ -227,8 +230,11 @@ class Block:
 
     # -- barriers --------------------------------------------------------------------------------
 
-    def meet(self, number: int, threads: int, warp: Warp, waits: bool) -> None:
-        """A warp at a barrier of `threads` threads, which are whole warps."""
+    def meet(
+        self, number: int, threads: int, warp: Warp, hear: Hear | None, vote: bool = False
+    ) -> None:
+        """A warp at a barrier of `threads` threads, which are whole warps; it waits if it is to
+        hear."""
         if not 0 <= number < 16:
             raise Fault(f"there is no barrier {number}")
         barrier = self.barriers[number]
@@ -236,14 +242,16 @@ class Block:
             raise Fault(f"{threads} threads at a barrier of {barrier.expected}")
         barrier.expected = threads
         barrier.arrived += LANES
-        if waits:
+        barrier.any_vote |= vote
+        if hear:
             warp.at_barrier = True
-            barrier.waiting.append(warp)
+            barrier.waiting.append((warp, hear))
         if barrier.arrived > threads:
             raise Fault(f"more than {threads} threads at barrier {number}")
         if barrier.arrived == threads:
-            for other in barrier.waiting:
+            for other, hear_of_other in barrier.waiting:
                 other.at_barrier = False
+                hear_of_other(barrier.any_vote)
             self.barriers[number] = NamedBarrier()
 
     def mbarrier(self, address: int) -> MBarrier:
