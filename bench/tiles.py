@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build/tiles", metavar="FOLDER")
     args = parser.parse_args(argv)
     for tile in args.tiles:
-        if not re.fullmatch(r"(\d+,){5}(true|false)(,\d+)?", tile):
+        more = r"(,\d+)?" if args.arch == "sm80" else ""
+        if not re.fullmatch(rf"(\d+,){{5}}(true|false){more}", tile):
             parser.error(f"{tile!r} is not five numbers and true or false, as 64,128,64,4,2,true")
     done = [
         compile_tile(args.arch, tile, args.dtype, args.blocks_per_sm, args.out)

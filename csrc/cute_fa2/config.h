@@ -63,8 +63,8 @@ inline constexpr FwdRow kFwdSm80[] = {
     // Not timed; a model has it 20% ahead of 4 warps of 16 rows: 1.04; of those 48, 2: 0.97.
     {{192, 64, 64, 2, 1, false, 2}, 2},
     {{192, 128, 64, 8, 1, false}, 1},  // 0.93
-    // Not timed: 64 x 64 in 2 x 2 warps, 6 to 8% ahead by the model. 48, 1: 0.97
-    {{256, 64, 64, 4, 1, false}, 2},      // 1.05
+    // Not timed: 64 x 64 in 2 x 2 warps, 6 to 8% ahead by the model.
+    {{256, 64, 64, 4, 1, false}, 2},      // 1.05. 48, 1: 0.97
     {{256, 128, 64, 4, 1, false, 2}, 1},  // not timed. In 8 warps of 16 rows: 0.93
     {{256, 64, 64, 4, 1, false}, 1},      // not timed: as two rows above, alone on its processor
 };
@@ -123,8 +123,8 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     {{256, 2, 64, 2, 1, true}, true, true},   // not timed
 };
 
-// Whether Hopper takes these kernels where a call names none. They run on the emulated machine
-// alone so far: no GPU has run them.
+// Whether Hopper takes these kernels where a call names none. They run on the CPU alone so far
+// (tests/emulator, tests/ptx): no GPU has run them.
 inline constexpr bool kSm90IsDefault = false;
 
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1.

@@ -278,7 +278,7 @@ FAULTS = [
     ),
     Fault(
         "warps that share rows vote apart",
-        f"{RACE}|{STUCK}|{UNWRITTEN}|{WRONG}|where others",
+        f"{RACE}|{UNWRITTEN}",
         [
             (
                 HOLDERS,
@@ -286,6 +286,18 @@ FAULTS = [
                 "platform::sync_block();\n    return platform::any_in_warp(predicate);",
             )
         ],
+        head_dim=192,
+    ),
+    Fault(
+        "vote of shared rows that is no barrier",
+        f"{RACE}|{UNFINISHED}",
+        [(HOLDERS, "platform::sync_block_or(predicate)", "platform::any_in_warp(predicate)")],
+        head_dim=192,
+    ),
+    Fault(
+        "words of other warps read before they are there",
+        f"{RACE}|{UNWRITTEN}",
+        [(HOLDERS, "platform::sync_block();  // the words", "// the words")],
         head_dim=192,
     ),
     Fault(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +29,7 @@ class PtxEmulator(Emulator):
         self._memory = _GlobalMemory(self._library)
         self._error: BaseException | None = None
         self._seed = 0
+        self._programs: dict[str, Program] = {}
 
     def _call(self, function: Any, *arguments: Any) -> Counters:
         self._error = None
@@ -48,7 +48,7 @@ class PtxEmulator(Emulator):
         self, name: bytes, blocks: int, threads: int, shared: int, params: int, param_bytes: int
     ) -> bool:
         try:
-            program = self.program(name.decode())
+            program = self._program(name.decode())
             if (threads, param_bytes) != (program.threads, program.param_bytes):
                 raise Fault(f"launched with {threads} threads, {param_bytes} bytes of parameters")
             data = np.frombuffer(ctypes.string_at(params, param_bytes), np.uint8)
@@ -57,9 +57,10 @@ class PtxEmulator(Emulator):
             self._error = error
         return self._error is None
 
-    @functools.lru_cache(maxsize=8)  # noqa: B019 (few, and as long-lived as the process)
-    def program(self, type_name: str) -> Program:
+    def _program(self, type_name: str) -> Program:
         """The kernel `flash_cute_kernel<Kernel>`, by the mangled name of the type Kernel."""
+        if type_name in self._programs:
+            return self._programs[type_name]
         wanted = _unnumbered(type_name).split("9FwdKernel")[1].rstrip("E")
         arch = f"4sm{self.arch}"
 
@@ -69,12 +70,13 @@ class PtxEmulator(Emulator):
         found = [kernel for text in self.ptx for kernel in parse(text, is_wanted)]
         if len(found) != 1:
             raise LookupError(f"{len(found)} kernels of the type {type_name}")
-        return compile_kernel(found[0])
+        self._programs[type_name] = compile_kernel(found[0])
+        return self._programs[type_name]
 
 
 def _unnumbered(mangled: str) -> str:
     """Without the numbers of what a name repeats, which depend on what stands ahead; and without
-    `false` at the end of a struct, which g++ leaves out and nvcc does not."""
+    `false`, which g++ leaves out at the end of a struct and nvcc does not."""
     return re.sub(r"S\d*_", "S_", mangled).replace("Lb0E", "")
 
 

@@ -54,16 +54,25 @@ def compile_kernel(kernel: Kernel) -> Program:
         whole_warp=[bool(re.search(r"\.sync\b|^bar\.", one.opcode)) for one in kernel.instructions],
         threads=kernel.threads,
         param_bytes=kernel.param_bytes,
-        registers=len(kernel.registers),
+        registers=[unwritten(KEPT[kind]) for kind in kernel.registers],
     )
+
+
+def unwritten(dtype: Any) -> np.ndarray:
+    """What a register holds before it is written: NaN, of any other type what stands out too."""
+    if dtype == np.bool_:
+        return ALL
+    return np.full(LANES, -1, f"i{np.dtype(dtype).itemsize}").view(dtype)
 
 
 def compile_instruction(kernel: Kernel, one: Instruction) -> Step:
     name, *modifiers = one.opcode.split(".")
     if name == "bra":
         return branch(kernel, one)
-    build = BUILDERS.get(name)
-    step = build(modifiers, one.operands) if build else None
+    try:
+        step = BUILDERS[name](modifiers, one.operands)
+    except KeyError:  # the instruction, a type, a comparison
+        step = None
     if step is None:
         raise ValueError(f"not known here: {one}")
     if one.guard is None:
@@ -129,7 +138,6 @@ def writer(operand: Operand) -> Write:
         return lambda warp, lanes, value: None
     assert isinstance(operand, Register)
     index, kept = operand.index, np.dtype(KEPT[operand.type])
-    never_written = np.full(kept.itemsize * LANES, 1 if kept == np.bool_ else 0xFF, np.uint8)
 
     def write(warp: Warp, lanes: Lanes, value: np.ndarray) -> None:
         if value.dtype.itemsize != kept.itemsize:
@@ -137,8 +145,7 @@ def writer(operand: Operand) -> Write:
         if value.dtype != kept:
             value = value.view(kept)
         if lanes is not None:
-            before = warp.registers[index]
-            value = np.where(lanes, value, never_written.view(kept) if before is None else before)
+            value = np.where(lanes, value, warp.registers[index])
         warp.registers[index] = value
 
     return write
@@ -200,7 +207,14 @@ def branch(kernel: Kernel, one: Instruction) -> Step:
 
 
 def leave(modifiers: list[str], operands: list[Operand]) -> Step:
-    return lambda warp, lanes: lambda place, mask: []
+    def step(warp: Warp, lanes: Lanes) -> Jump:
+        def jump(place: int, mask: np.ndarray) -> list[tuple[int, np.ndarray]]:
+            stays = mask & ~(ALL if lanes is None else lanes)
+            return [(place + 1, stays)] if stays.any() else []
+
+        return jump
+
+    return step
 
 
 # -- arithmetic ----------------------------------------------------------------------------------
@@ -254,7 +268,7 @@ def multiply(modifiers: list[str], operands: list[Operand]) -> Step | None:
 
 def divide(modifiers: list[str], operands: list[Operand]) -> Step | None:
     def integers(a: np.ndarray, b: np.ndarray) -> np.ndarray:  # towards zero
-        wide_a, wide_b = a.astype(np.int64), b.astype(np.int64)
+        wide_a, wide_b = a.astype(np.int64), np.where(b == 0, 1, b).astype(np.int64)
         quotient = np.abs(wide_a) // np.abs(wide_b)
         return np.where((wide_a < 0) ^ (wide_b < 0), -quotient, quotient).astype(a.dtype)
 
@@ -794,6 +808,8 @@ def mbarrier(modifiers: list[str], operands: list[Operand]) -> Step | None:
         return init
     if kind in ("arrive.shared::cta.b64", "arrive.expect_tx.shared::cta.b64"):
         _state, place, *rest = operands
+        if len(rest) != ("expect_tx" in kind):
+            return None
         at, come = address_reader(place), reader(rest[0], np.uint32) if rest else None
 
         def arrive(warp: Warp, lanes: Lanes) -> None:
@@ -818,12 +834,18 @@ def mbarrier(modifiers: list[str], operands: list[Operand]) -> Step | None:
     return None
 
 
-def of_whole_warp(modifiers: list[str], operands: list[Operand]) -> Step:
-    return lambda warp, lanes: take_whole_warp(lanes)
+def registers_change_hands(modifiers: list[str], operands: list[Operand]) -> Step | None:
+    known = modifiers[1:] == ["sync", "aligned", "u32"]
+    return (lambda warp, lanes: take_whole_warp(lanes)) if known else None
 
 
-def nothing(modifiers: list[str], operands: list[Operand]) -> Step:
-    return lambda warp, lanes: None
+def without_effect(form: str) -> Callable[..., Step | None]:
+    """On a machine that does one thing after another."""
+
+    def build(modifiers: list[str], operands: list[Operand]) -> Step | None:
+        return (lambda warp, lanes: None) if ".".join(modifiers) == form else None
+
+    return build
 
 
 BUILDERS: dict[str, Callable[[list[str], list[Operand]], Step | None]] = {
@@ -837,6 +859,7 @@ BUILDERS: dict[str, Callable[[list[str], list[Operand]], Step | None]] = {
     "setp": compare, "selp": select, "mov": move, "cvt": convert,
     "ld": load, "st": store, "cvta": to_address_space, "ldmatrix": load_matrix, "cp": copy,
     "mma": product_of_warp, "wgmma": product_of_warpgroup,
-    "shfl": shuffle, "vote": vote, "bar": barrier, "mbarrier": mbarrier, "fence": nothing,
-    "prefetch": nothing, "setmaxnreg": of_whole_warp,
+    "shfl": shuffle, "vote": vote, "bar": barrier, "mbarrier": mbarrier,
+    "fence": without_effect("mbarrier_init.release.cluster"),
+    "prefetch": without_effect("tensormap"), "setmaxnreg": registers_change_hands,
 }  # fmt: skip

@@ -12,7 +12,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Program:
     whole_warp: list[bool]  # whether the step takes all lanes together
     threads: int
     param_bytes: int
-    registers: int
+    registers: list[np.ndarray]  # as they are at the beginning
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Warp:
         self.index = index
         self.lanes = np.arange(LANES, dtype=np.uint32)
         self.threads = self.lanes + np.uint32(LANES * index)
-        self.registers: list[Any] = [None] * block.grid.program.registers
+        self.registers = list(block.grid.program.registers)
         # Lanes that are at the same place go together: (place, lanes), the lowest place first.
         self.groups: list[tuple[int, np.ndarray]] = [(0, np.ones(LANES, bool))]
         self.at_barrier = False
@@ -201,7 +201,8 @@ class Block:
                     self.in_vain.add(warp)
             else:
                 descriptions = self.grid.program.descriptions
-                places = {warp.index: descriptions[warp.groups[0][0]] for warp in alive}
+                # Lanes at a barrier have its place behind them.
+                places = {w.index: descriptions[w.groups[0][0] - w.at_barrier] for w in alive}
                 raise Fault(f"warps wait for ever: {places}")
         if self.boxes or any(any(w.copies.groups) or any(w.products.groups) for w in self.warps):
             raise Fault("the end comes while copies or products are under way")

@@ -10,7 +10,8 @@
 namespace flash_cute::sm80 {
 
 // As RowsOfQuads, of rows that several warps share. All threads of the block ask together, and
-// `any` is a barrier of theirs; between two reductions there is to be another.
+// `any` is a barrier of theirs. Between two reductions there is to be a barrier, so that words are
+// read before they are written again.
 template <class Traits>
 class RowsOfWarps {
  public:
@@ -40,7 +41,7 @@ class RowsOfWarps {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) mine(r, 0) = rows[r];
     }
-    platform::sync_block();
+    platform::sync_block();  // the words are there, from all warps
     CUTE_UNROLL
     for (int warp = 0; warp < Traits::kColumnWarps; ++warp) {
       auto theirs = words_of(warp);

@@ -54,7 +54,7 @@ inline CUtensorMap make_tensor_map(const TensorView<const void*>& view, DType dt
   for (int i = 0; i < 5; ++i) {
     const auto [stride, size, box_size] = dimensions[i];
     sizes[i] = stride == 0 ? 1 : size;
-    strides[i] = 2 * (stride == 0 ? head_dim : stride);  // bytes; of a single step, anything
+    strides[i] = 2 * (stride == 0 ? head_dim : stride);  // bytes; of a single step, a row's
     box[i] = box_size;
   }
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
