@@ -95,6 +95,14 @@ class Library:
         return [str(file.relative_to(ROOT)) for file in kernels], others
 
 
+#: Those that the tests use. Of sm90, bf16 has every head dim; fp16 differs by types alone.
+SM80 = Library()
+SM90 = {
+    "bf16": Library("sm90_bf16", 90, dtypes=("bf16",)),
+    "fp16": Library("sm90_fp16", 90, dtypes=("fp16",), head_dims=(64,)),
+}
+
+
 def why_not() -> str | None:
     """Why nothing can be emulated here; None if it can."""
     if not find_package(BOOST):
@@ -177,4 +185,4 @@ def build(*libraries: Library) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print(*build(Library()))
+    print(*build(SM80))

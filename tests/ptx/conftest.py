@@ -4,6 +4,7 @@ that runs it."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,16 +23,11 @@ import build_emulator
 if TYPE_CHECKING:
     from ptx_emulator import PtxEmulator  # needs numpy
 
-#: Whose launches are ours: as tests/emulator has them.
+#: Whose launches are ours.
 LIBRARIES = {
-    "sm80": [build_emulator.Library()] * 2,
-    "sm90": [
-        build_emulator.Library("sm90_bf16", 90, dtypes=("bf16",)),
-        build_emulator.Library("sm90_fp16", 90, dtypes=("fp16",), head_dims=(64,)),
-    ],
+    "sm80": dict.fromkeys(build_emulator.SM90, build_emulator.SM80),
+    "sm90": build_emulator.SM90,
 }
-#: Of sm90, whose PTX is compiled for the tests.
-HEAD_DIMS = {"bf16": build_library.variants.ALL_HEAD_DIMS, "fp16": (64,)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,16 +48,19 @@ def emulators(arch: str) -> dict[torch.dtype, PtxEmulator]:
         pytest.skip(reason)
     built = ops.build_info()
     wanted = {"sm80": "compute_80", "sm90": build_library.variants.SM90_CODE}[arch]
-    if set(built["head_dims"]) != set(HEAD_DIMS["bf16"]) or wanted not in built["archs"]:
+    if (
+        set(built["head_dims"]) != set(build_library.variants.ALL_HEAD_DIMS)
+        or wanted not in built["archs"]
+    ):
         pytest.skip(f"the library was built without some of the kernels of {arch}")
-    build_emulator.build(*set(LIBRARIES[arch]))
+    build_emulator.build(*dict.fromkeys(LIBRARIES[arch].values()))
     return {
-        dtype: PtxEmulator(
+        DTYPES[name]: PtxEmulator(
             build_library.ROOT / library.path,
-            int(arch[2:]),
-            shipped() if arch == "sm80" else compiled(name),
+            library.arch,
+            shipped() if arch == "sm80" else compiled(name, library.head_dims),
         )
-        for (name, dtype), library in zip(DTYPES.items(), LIBRARIES[arch], strict=True)
+        for name, library in LIBRARIES[arch].items()
     }
 
 
@@ -70,11 +69,11 @@ def shipped() -> list[str]:
     return [cuobjdump("-ptx")]
 
 
-def compiled(dtype: str) -> list[str]:
+def compiled(dtype: str, head_dims: Sequence[int]) -> list[str]:
     """The SM90 kernels, of which the library has machine code alone."""
     targets = [
         f"{build_library.BUILD}/fwd_sm90_hdim{head_dim}_{dtype}_{mask}.ptx"
-        for head_dim in HEAD_DIMS[dtype]
+        for head_dim in head_dims
         for mask in build_library.variants.MASKS
     ]
     try:

@@ -141,7 +141,7 @@ struct FwdMainloop {
       if constexpr (Traits::kSharesRows) load_next_keys();
 
       // From here on there is no branch, so that the exponentials of later columns run under the
-      // products with the earlier ones.
+      // products with the earlier ones; but of shared rows all of P comes before any product.
       softmax.weigh(scores);
       auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
       if constexpr (Traits::kSharesRows) {
