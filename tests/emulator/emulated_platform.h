@@ -42,6 +42,7 @@ inline float flush_denormal(float x) {
 }
 inline float exp2(float x) { return flush_denormal(std::exp2(flush_denormal(x))); }
 inline float log2(float x) { return std::log2(x); }
+inline float reciprocal(float x) { return flush_denormal(1.f / flush_denormal(x)); }
 
 template <class T>
 T computed_here(T value) {

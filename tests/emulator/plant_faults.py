@@ -28,6 +28,7 @@ TRAITS = "sm80/traits.h"
 HOLDERS = "sm80/row_holders.h"
 COPY = "common/copy.h"
 MASK = "common/mask.h"
+TILE = "common/tile.h"
 SOFTMAX = "common/online_softmax.h"
 SM90_KERNEL = "sm90/fwd_kernel.h"
 SM90_MAINLOOP = "sm90/fwd_mainloop.h"
@@ -243,7 +244,7 @@ FAULTS = [
     Fault(
         "store past the last row of O",
         BOUNDS,
-        [(EPILOGUE, "rows.exists(row, len_q) && column", "rows.exists(row, len_q + 1) && column")],
+        [(EPILOGUE, "if (exists && column", "if (column")],
     ),
     Fault(
         "store past the last row of the LSE",
@@ -251,14 +252,29 @@ FAULTS = [
         [(EPILOGUE, "if (rows.exists(row, len_q)) *", "if (rows.exists(row, len_q + 1)) *")],
     ),
     Fault(
-        "row of a head that is not there stored",
+        "load past the last row of Q",
         BOUNDS,
-        [(EPILOGUE, "rows.exists(row, len_q) && column", "rows.query(row) < len_q && column")],
+        [(COPY, ".with(exists && column", ".with(column")],
     ),
     Fault(
-        "row of a head that is not there read",
+        "row of a head that is not there",
         BOUNDS,
-        [(MAINLOOP, "rows.exists(row0 + row, len_q)", "rows.query(row0 + row) < len_q")],
+        [(TILE, "exists(row + i * kStep, len_q)", "query(row + i * kStep) < len_q")],
+    ),
+    Fault(
+        "rows one after the other",
+        f"{WRONG}|written already",
+        [(TILE, "address += kStep * view.stride_row", "address += view.stride_row")],
+    ),
+    Fault(
+        "rows without keys are left as they are",
+        WRONG,
+        [(SOFTMAX, "platform::any_in_warp(has_keyless)", "false")],
+    ),
+    Fault(
+        "log-sum-exp of another row",
+        WRONG,
+        [(SOFTMAX, "limit = r == row ? limit_[r] : limit;", "")],
     ),
     Fault(
         "row taken for a query",
@@ -503,8 +519,8 @@ SM90_FAULTS = [
         "rows past the last written",
         BOUNDS,
         SM90_EPILOGUE,
-        "rows.exists(row, len_q)",
-        "rows.exists(row, len_q + 1)",
+        "const bool exists = arguments.rows.exists(row, len_q)",
+        "const bool exists = arguments.rows.exists(row, len_q + 1)",
     ),
     of_sm90(
         "batches taken for heads",

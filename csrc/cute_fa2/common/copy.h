@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/platform.h"
+#include "common/tile.h"
 #include "params.h"
 
 namespace flash_cute {
@@ -45,25 +46,28 @@ class TileLoader {
     }
   }
 
-  // The same of a tile of scattered rows: row r begins at `find(r)`, and is read if it `exists(r)`.
-  template <class Target, class Find, class Exists>
-  CUTE_DEVICE void load_rows(Target&& target, const Find& find, const Exists& exists) const {
+  // The same of the query rows of `view` that begin with `row0`.
+  template <class View, class Target>
+  CUTE_DEVICE void load_rows(const View& view, const QueryRows& rows, TileCoord tile, int row0,
+                             int len_q, Target&& target) const {
     using namespace cute;
+    using Element = typename std::remove_reference_t<Target>::value_type;
     const auto thread_copy = GmemCopy{}.get_slice(thread_);
     auto to = thread_copy.partition_D(target);  // (8, rows, columns)
     // (8, rows, columns) -> (row, column)
     auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));
-    CUTE_UNROLL
-    for (int r = 0; r < size<1>(to); ++r) {
-      const int row = get<0>(at(0, r, 0));
-      const auto* source = find(row);
-      CUTE_UNROLL
-      for (int c = 0; c < size<2>(to); ++c) {
-        const int column = get<1>(at(0, r, c));
-        copy(GmemCopy{}.with(exists(row) && column < head_dim_),
-             make_tensor(make_gmem_ptr(source + column), Shape<_8>{}), to(_, r, c));
-      }
-    }
+    constexpr int kRows = decltype(size<1>(to))::value;
+    constexpr int kStep = decltype(size<0>(TileShape{}))::value / kRows;
+    rows.walk<const Element, kRows, kStep>(
+        view, tile, row0 + static_cast<int>(get<0>(at(0, 0, 0))), len_q,
+        [&](int r, const Element* source, bool exists) {
+          CUTE_UNROLL
+          for (int c = 0; c < size<2>(to); ++c) {
+            const int column = get<1>(at(0, r, c));
+            copy(GmemCopy{}.with(exists && column < head_dim_),
+                 make_tensor(make_gmem_ptr(source + column), Shape<_8>{}), to(_, r, c));
+          }
+        });
   }
 
   // Multiplies this thread's share of a tile in shared memory by `factor`: what it copied itself

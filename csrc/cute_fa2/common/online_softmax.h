@@ -42,9 +42,11 @@ struct RowsOfQuads {
 // row, the sum that of the thread's own columns until `finish`.
 //
 // Without kAnyScale, scales for which FwdParams::subtract_max_first holds are left to others.
-template <int kRows, bool kAnyScale = true>
+template <int kRows_, bool kAnyScale = true>
 class OnlineSoftmax {
  public:
+  static constexpr int kRows = kRows_;
+
   CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params) : params_(params) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -120,27 +122,41 @@ class OnlineSoftmax {
     }
   }
 
-  // Divides `out` by the rows' sums and returns the rows' log-sum-exp (natural logarithm). A row
-  // without a key has a sum of 0 and gets out = 0, lse = -inf.
+  // Divides `out` by the rows' sums. A row without a key has a sum of 0 and gets out = 0.
   template <class Out, class Holders = RowsOfQuads>
-  CUTE_DEVICE auto finish(Out& out, const Holders& holders = {}) {
+  CUTE_DEVICE void finish(Out& out, const Holders& holders = {}) {
     holders.sum(sum_);
-    auto lse = cute::make_tensor<float>(cute::Int<kRows>{});
+    bool has_keyless = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      const float sum = sum_[r];
-      const float inverse = 1.f / sum;
+      const float inverse = platform::reciprocal(sum_[r]);
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(out); ++c) {
-        out(r, c) = sum == 0.f ? 0.f : out(r, c) * inverse;  // NaN x 0 in a key unseen stays out
-      }
-      constexpr float kLn2 = 0.693147180559945309f;
-      const float log2_weight = kAnyScale && params_.subtract_max_first
-                                    ? limit_[r] * params_.scale_log2
-                                    : reference(limit_[r]);
-      lse(r) = sum == 0.f ? -INFINITY : (log2_weight + platform::log2(sum)) * kLn2;
+      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= inverse;
+      has_keyless |= sum_[r] == 0.f;
     }
-    return lse;
+    // Apart, as it is rare. 0 / 0 is NaN, and so is 0 times what other rows' keys may have in V.
+    if (platform::any_in_warp(has_keyless)) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) = sum_[r] == 0.f ? 0.f : out(r, c);
+      }
+    }
+  }
+
+  // After `finish`: the log-sum-exp (natural logarithm) of row `row`, which threads choose each for
+  // itself; -inf without a key.
+  CUTE_DEVICE float lse(int row) const {
+    float limit = limit_[0], sum = sum_[0];
+    CUTE_UNROLL
+    for (int r = 1; r < kRows; ++r) {
+      limit = r == row ? limit_[r] : limit;
+      sum = r == row ? sum_[r] : sum;
+    }
+    constexpr float kLn2 = 0.693147180559945309f;
+    const float log2_weight =
+        kAnyScale && params_.subtract_max_first ? limit * params_.scale_log2 : reference(limit);
+    return sum == 0.f ? -INFINITY : (log2_weight + platform::log2(sum)) * kLn2;
   }
 
  private:

@@ -47,6 +47,13 @@ CUTE_DEVICE float exp2(float x) {
 
 CUTE_DEVICE float log2(float x) { return ::log2f(x); }
 
+// 1 / x to 1 ulp: one instruction.
+CUTE_DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The same value, with its origin hidden from the compiler: what is computed from it is computed
 // where it stands, not ahead of the loop, where it would hold a register.
 template <class Integer>

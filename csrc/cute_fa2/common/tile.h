@@ -1,6 +1,8 @@
 // A tile of the output: which one, and what its rows stand for.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include <cstdint>
 #include <cute/config.hpp>
 
@@ -33,18 +35,18 @@ class QueryRows {
     rows.log2_ = packed ? log2 : 0;
     rows.group_ = packed ? group : 1;
     rows.heads_ = params.heads_q / rows.group_;
-    rows.heads_per_kv_head_ = packed ? 1 : group;
+    rows.heads_per_kv_head_ = cutlass::FastDivmod(packed ? 1 : group);
     return rows;
   }
 
   // Of tiles, as `TileCoord::head` counts them: packed heads are one.
   CUTE_HOST_DEVICE int heads() const { return heads_; }
-  CUTE_HOST_DEVICE int heads_per_kv_head() const { return heads_per_kv_head_; }
+  CUTE_HOST_DEVICE int heads_per_kv_head() const { return heads_per_kv_head_.divisor; }
   CUTE_HOST_DEVICE int count(int len_q) const { return len_q << log2_; }
 
   CUTE_HOST_DEVICE int group() const { return group_; }              // heads that are packed
   CUTE_HOST_DEVICE int rows_of_query() const { return 1 << log2_; }  // at least as many
-  CUTE_DEVICE int kv_head(int tile_head) const { return tile_head / heads_per_kv_head_; }
+  CUTE_DEVICE int kv_head(int tile_head) const { return heads_per_kv_head_.div(tile_head); }
   CUTE_DEVICE int query(int row) const { return row >> log2_; }
   CUTE_DEVICE int head(int tile_head, int row) const { return tile_head * group_ + in_group(row); }
   // Whether the row stands for anything.
@@ -60,13 +62,31 @@ class QueryRows {
            head(tile.head, row) * view.stride_head + query(row) * view.stride_row;
   }
 
+  // Calls visit(i, where row + i * kStep begins, whether it exists) for i from 0 to kCount - 1.
+  template <class Element, int kCount, int kStep, class Pointer, class Visit>
+  CUTE_DEVICE void walk(const TensorView<Pointer>& view, TileCoord tile, int row, int len_q,
+                        const Visit& visit) const {
+    Element* address = find<Element>(view, tile, row);
+    if (log2_ == 0) {  // rows are queries, evenly spaced
+      CUTE_UNROLL
+      for (int i = 0; i < kCount; ++i, address += kStep * view.stride_row) {
+        visit(i, address, row + i * kStep < len_q);
+      }
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        visit(i, find<Element>(view, tile, row + i * kStep), exists(row + i * kStep, len_q));
+      }
+    }
+  }
+
  private:
   CUTE_DEVICE int in_group(int row) const { return row & ((1 << log2_) - 1); }
 
   int log2_;
   int group_;
   int heads_;
-  int heads_per_kv_head_;
+  cutlass::FastDivmod heads_per_kv_head_;
 };
 
 }  // namespace flash_cute

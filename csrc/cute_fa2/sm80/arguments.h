@@ -3,12 +3,14 @@
 
 #include "common/tile.h"
 #include "params.h"
+#include "sm80/schedule.h"
 
 namespace flash_cute::sm80 {
 
 struct Arguments {
   FwdParams params;
   QueryRows rows;
+  Schedule schedule;
 };
 
 }  // namespace flash_cute::sm80

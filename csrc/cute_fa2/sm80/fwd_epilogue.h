@@ -18,11 +18,10 @@ struct FwdEpilogue {
   using ShapeO = typename Traits::ShapeO;
 
   // tOrO  (4, MMA_M, kHeadDimV / 8), normalised
-  // lse   (rows), of the thread's rows, the same for all threads that hold them
-  template <class Out, class Lse>
+  template <class Out, class Softmax>
   static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int len_q,
                               typename Traits::SharedMemory& smem, const Out& tOrO,
-                              const Lse& lse) {
+                              const Softmax& softmax) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const QueryRows& rows = arguments.rows;
@@ -39,12 +38,11 @@ struct FwdEpilogue {
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
-    if (get<1>(tOcO(0, 0)) == 0) {  // one of those who hold the rows
-      CUTE_UNROLL
-      for (int r = 0; r < size(lse); ++r) {
-        const int row = row0 + get<0>(tOcO(r, 0));
-        if (rows.exists(row, len_q)) *rows.find<float>(params.lse, tile, row) = lse(r);
-      }
+    // Of the four who hold the first columns, each has one of their two or four rows.
+    const int mine = static_cast<int>(get<1>(tOcO(0, 0))) / 2;
+    if (mine < Softmax::kRows) {
+      const int row = row0 + static_cast<int>(get<0>(tOcO(mine, 0)));
+      if (rows.exists(row, len_q)) *rows.find<float>(params.lse, tile, row) = softmax.lse(mine);
     }
 
     platform::sync_block();  // O is in shared memory, from all warps
@@ -53,18 +51,18 @@ struct FwdEpilogue {
     auto from = thread_copy.partition_S(sO);  // (8, rows, columns)
     // (8, rows, columns) -> (row, column)
     auto at = thread_copy.partition_S(make_identity_tensor(ShapeO{}));
-    CUTE_UNROLL
-    for (int r = 0; r < size<1>(from); ++r) {
-      const int row = row0 + get<0>(at(0, r, 0));
-      auto* out = rows.find<ElementOut>(params.out, tile, row);
-      CUTE_UNROLL
-      for (int c = 0; c < size<2>(from); ++c) {
-        const int column = get<1>(at(0, r, c));
-        if (rows.exists(row, len_q) && column < params.head_dim) {
-          copy(gmem_copy, from(_, r, c), make_tensor(make_gmem_ptr(out + column), Shape<_8>{}));
-        }
-      }
-    }
+    constexpr int kRows = decltype(size<1>(from))::value;
+    rows.walk<ElementOut, kRows, Traits::kBlockM / kRows>(
+        params.out, tile, row0 + static_cast<int>(get<0>(at(0, 0, 0))), len_q,
+        [&](int r, ElementOut* out, bool exists) {
+          CUTE_UNROLL
+          for (int c = 0; c < size<2>(from); ++c) {
+            const int column = get<1>(at(0, r, c));
+            if (exists && column < params.head_dim) {
+              copy(gmem_copy, from(_, r, c), make_tensor(make_gmem_ptr(out + column), Shape<_8>{}));
+            }
+          }
+        });
   }
 };
 

@@ -11,7 +11,6 @@
 #include "sm80/fwd_epilogue.h"
 #include "sm80/fwd_mainloop.h"
 #include "sm80/row_holders.h"
-#include "sm80/schedule.h"
 #include "sm80/traits.h"
 
 namespace flash_cute::sm80 {
@@ -22,16 +21,14 @@ struct FwdKernel {
   using Arguments = sm80::Arguments;
   using Mainloop = FwdMainloop<Traits, kMask>;
   using Epilogue = FwdEpilogue<Traits>;
-  using Schedule = OneTilePerBlock;
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const QueryRows& rows = arguments.rows;
-    const TileCoord tile = Schedule::tile(params, rows, Traits::kBlockM, platform::block_index());
+    const TileCoord tile = arguments.schedule.tile(platform::block_index());
     const Sequence sequence(params);
     const Mask<kMask> mask(params, sequence, rows);
-    const int row0 = tile.m_block * Traits::kBlockM;
 
     const DenseKeysValues<Traits> keys_values(params, tile.batch,
                                               platform::same_in_warp(rows.kv_head(tile.head)),
@@ -40,15 +37,14 @@ struct FwdKernel {
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
     typename Mainloop::Softmax softmax(params);
-    Mainloop::run(arguments, tile, keys_values, mask, row0, sequence.len_q, smem, softmax, tOrO);
+    Mainloop::run(arguments, tile, keys_values, mask, sequence.len_q, smem, softmax, tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
-    auto lse = softmax.finish(out, row_holders<Traits>(smem, platform::thread_index()));
+    softmax.finish(out, row_holders<Traits>(smem, platform::thread_index()));
     // Where the tile is, worked out again: it would hold registers all along.
     const TileCoord done =
-        Schedule::tile(params, rows, Traits::kBlockM,
-                       platform::computed_here(platform::block_index(), sequence.len_q));
-    Epilogue::run(arguments, done, sequence.len_q, smem, tOrO, lse);
+        arguments.schedule.tile(platform::computed_here(platform::block_index(), sequence.len_q));
+    Epilogue::run(arguments, done, sequence.len_q, smem, tOrO, softmax);
   }
 };
 

@@ -40,17 +40,17 @@ struct FwdMainloop {
 
   // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`.
   //   keys_values   hands out the tiles of K and V
-  //   row0          the tile's first row
   //   tOrO          (4, MMA_M, kHeadDimV / 8), cleared here
   template <class KeysValues, class Out>
   static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile,
-                              const KeysValues& keys_values, const Mask<kMask>& mask, int row0,
-                              int len_q, SharedMemory& smem, Softmax& softmax, Out& tOrO) {
+                              const KeysValues& keys_values, const Mask<kMask>& mask, int len_q,
+                              SharedMemory& smem, Softmax& softmax, Out& tOrO) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const QueryRows& rows = arguments.rows;
     constexpr int kBlockN = Traits::kBlockN;
     const unsigned thread = platform::thread_index();
+    const int row0 = tile.m_block * Traits::kBlockM;
 
     clear(tOrO);
     const int row_end = min(row0 + Traits::kBlockM, rows.count(len_q));
@@ -163,9 +163,7 @@ struct FwdMainloop {
     };
 
     const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);
-    loader_q.load_rows(
-        sQ, [&](int row) { return rows.find<const Element>(params.q, tile, row0 + row); },
-        [&](int row) { return rows.exists(row0 + row, len_q); });
+    loader_q.load_rows(params.q, rows, tile, row0, len_q, sQ);
     load_keys(last_block);
     if constexpr (Traits::kStages == 2) load_values(last_block);
     platform::commit_copies();

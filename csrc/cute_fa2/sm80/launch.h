@@ -16,10 +16,10 @@ namespace sm80 {
 template <class Kernel>
 void launch(const FwdParams& params, int device, cudaStream_t stream) {
   constexpr int kBlockM = Kernel::Traits::kBlockM;
-  const Arguments arguments = {params, QueryRows::make(params, kBlockM)};
-  const int64_t blocks = Kernel::Schedule::grid_size(params, arguments.rows, kBlockM);
-  check_grid(blocks);
-  run_grid<Kernel>(arguments, blocks, device, stream);
+  const QueryRows rows = QueryRows::make(params, kBlockM);
+  const Arguments arguments = {params, rows, Schedule::make(params, rows, kBlockM)};
+  check_grid(arguments.schedule.blocks());
+  run_grid<Kernel>(arguments, arguments.schedule.blocks(), device, stream);
 }
 
 }  // namespace sm80

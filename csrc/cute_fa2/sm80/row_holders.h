@@ -37,7 +37,7 @@ class RowsOfWarps {
   template <int kRows, class Combine>
   CUTE_DEVICE void reduce(float (&rows)[kRows], const Combine& combine) const {
     if (thread_ % 4 == 0) {
-      auto mine = words_of(thread_ / (32 * Traits::kWarps));
+      auto mine = words_of(thread_ / (32 * Traits::kRowWarps));
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) mine(r, 0) = rows[r];
     }

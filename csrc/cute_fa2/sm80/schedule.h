@@ -1,6 +1,8 @@
 // Which tile a thread block works on.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include <cstdint>
 #include <cute/config.hpp>
 
@@ -14,25 +16,31 @@ namespace flash_cute::sm80 {
 // over the rows of one head, so that its K and V stay in L2, and from the last rows to the
 // first: under a causal mask the longest tiles start first and the short ones fill the gaps at the
 // end.
-struct OneTilePerBlock {
-  static int64_t grid_size(const FwdParams& params, const QueryRows& rows, int block_m) {
-    return int64_t{m_blocks(params, rows, block_m)} * rows.heads() * params.batch;
+class Schedule {
+ public:
+  static Schedule make(const FwdParams& params, const QueryRows& rows, int block_m) {
+    const int m_blocks = (rows.count(params.len_q) + block_m - 1) / block_m;
+    Schedule s;
+    s.blocks_ = int64_t{m_blocks} * rows.heads() * params.batch;
+    s.m_blocks_ = cutlass::FastDivmod(m_blocks);
+    s.heads_ = cutlass::FastDivmod(rows.heads());
+    return s;
   }
 
-  static CUTE_DEVICE TileCoord tile(const FwdParams& params, const QueryRows& rows, int block_m,
-                                    int block_index) {
-    const int m_blocks = OneTilePerBlock::m_blocks(params, rows, block_m);
-    const int head_and_batch = block_index / m_blocks;
-    return {platform::same_in_warp(m_blocks - 1 - block_index % m_blocks),
-            platform::same_in_warp(head_and_batch % rows.heads()),
-            platform::same_in_warp(head_and_batch / rows.heads())};
+  int64_t blocks() const { return blocks_; }
+
+  CUTE_DEVICE TileCoord tile(int block_index) const {
+    int head_and_batch, m, batch, head;
+    m_blocks_(head_and_batch, m, block_index);
+    heads_(batch, head, head_and_batch);
+    return {platform::same_in_warp(m_blocks_.divisor - 1 - m), platform::same_in_warp(head),
+            platform::same_in_warp(batch)};
   }
 
  private:
-  static CUTE_HOST_DEVICE int m_blocks(const FwdParams& params, const QueryRows& rows,
-                                       int block_m) {
-    return (rows.count(params.len_q) + block_m - 1) / block_m;
-  }
+  int64_t blocks_;
+  cutlass::FastDivmod m_blocks_;
+  cutlass::FastDivmod heads_;
 };
 
 }  // namespace flash_cute::sm80

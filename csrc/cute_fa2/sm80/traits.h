@@ -32,7 +32,7 @@ struct FwdTraits {
   static constexpr int kMinBlocks = 0;
   static constexpr bool kQInRegisters = kConfig.q_in_registers;
   static constexpr int kStages = kConfig.stages;
-  static constexpr int kWarps = kConfig.row_warps;
+  static constexpr int kRowWarps = kConfig.row_warps;
   static constexpr int kColumnWarps = kConfig.column_warps;
   static constexpr bool kSharesRows = kColumnWarps > 1;
 
@@ -48,12 +48,12 @@ struct FwdTraits {
   // 16 neighbouring columns are one warp's, as one ldmatrix.x4 fills B operands for two n8.
   using TiledMma = cute::TiledMMA<
       cute::MMA_Atom<platform::Mma<Element>>,
-      cute::Layout<cute::Shape<cute::Int<kWarps>, cute::Int<kColumnWarps>, cute::_1>>,
-      cute::Tile<cute::Int<16 * kWarps>,
+      cute::Layout<cute::Shape<cute::Int<kRowWarps>, cute::Int<kColumnWarps>, cute::_1>>,
+      cute::Tile<cute::Int<16 * kRowWarps>,
                  cute::Layout<cute::Shape<cute::_8, cute::Int<kColumnWarps>, cute::_2>,
                               cute::Stride<cute::_1, cute::_16, cute::_8>>,
                  cute::_16>>;
-  static_assert(kBlockM % (16 * kWarps) == 0 && kBlockN % (16 * kColumnWarps) == 0 &&
+  static_assert(kBlockM % (16 * kRowWarps) == 0 && kBlockN % (16 * kColumnWarps) == 0 &&
                 kHeadDim % 32 == 0 && kHeadDimV % (16 * kColumnWarps) == 0);
 
   // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, and the

@@ -15,23 +15,28 @@ struct FwdEpilogue {
   using ElementOut = typename Traits::ElementOut;
 
   // tOrO  ((2, 2, kHeadDimV / 8), 1, 1), normalised
-  // lse   (2), of the thread's two rows, the same for the four lanes of a quad
   // row0  the consumer's first row
-  template <class Out, class Lse>
+  template <class Out, class Softmax>
   static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int row0, int len_q,
-                              const Out& tOrO, const Lse& lse) {
+                              const Out& tOrO, const Softmax& softmax) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const int thread = hopper::thread_in_warpgroup();
     const int lane_in_quad = thread % 4;
+    const int first_row = row0 + thread / 32 * 16 + thread % 32 / 4;
+    if (lane_in_quad < 2) {  // each of two lanes has one of the rows
+      const int row = first_row + 8 * lane_in_quad;
+      if (arguments.rows.exists(row, len_q)) {
+        *arguments.rows.find<float>(params.lse, tile, row) = softmax.lse(lane_in_quad);
+      }
+    }
     auto words = make_tensor<uint32_t>(  // two columns each: (2, kHeadDimV / 8)
         Int<decltype(size(tOrO))::value / 2>{});
     convert_to_words<ElementOut>(tOrO, words);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int row = row0 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+      const int row = first_row + 8 * r;
       const bool exists = arguments.rows.exists(row, len_q);
-      if (exists && lane_in_quad == 0) *arguments.rows.find<float>(params.lse, tile, row) = lse(r);
       auto* out = arguments.rows.find<ElementOut>(params.out, tile, row);
       // A lane holds two columns of every eight. Four lanes trade, for each of them to have eight
       // columns that lie together: 16 bytes.
