@@ -267,6 +267,22 @@ FAULTS = [
         [(TILE, "address += kStep * view.stride_row", "address += view.stride_row")],
     ),
     Fault(
+        "rows that see keys skipped",
+        WRONG,
+        [(MAINLOOP, "mask.end(row0 + kMmaRows - 1)", "mask.end(row0)")],
+    ),
+    Fault(
+        "O is taken for empty",
+        WRONG,
+        [
+            (
+                MAINLOOP,
+                "mask.end(end - 1) > (n_block + 1) * kBlockN",
+                "mask.end(end - 1) > (n_block + 2) * kBlockN",
+            )
+        ],
+    ),
+    Fault(
         "rows without keys are left as they are",
         WRONG,
         [(SOFTMAX, "platform::any_in_warp(has_keyless)", "false")],

@@ -56,3 +56,16 @@ def test_counts(emulator, name):
     # P, one with two stages for the vote, and those of maxima and sums.
     shared = 2 + KEY_BLOCKS * tile["stages"] if sharing > 1 else 0
     assert counters.block_barriers == 2 + KEY_BLOCKS * (3 - tile["stages"]) + shared
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_products_under_a_causal_mask(emulator, name):
+    """Of a square tile on the diagonal a quarter is neither seen nor computed, if a warp has two
+    MMAs along the rows: those of the first half see nothing of the keys of the second."""
+    tile, smem_limit = TILES[name]
+    m, d = tile["block_m"], tile["head_dim"]
+    inputs = random_inputs(1, 1, m, d, dtype=torch.bfloat16)
+    counters = check(emulator, *map(poisoned, inputs), is_causal=True, smem_limit=smem_limit)[2]
+    leaves_out = m == 32 * tile["warps"] and tile["block_n"] <= m // 2
+    quarters = 3 if leaves_out else 4
+    assert counters.mma == quarters * 2 * m * m * d // (16 * 8 * 16) // 4

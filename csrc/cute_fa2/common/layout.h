@@ -30,6 +30,18 @@ CUTE_DEVICE constexpr auto as_matrix(cute::Tensor<Engine, Layout>&& accumulator)
   return cute::make_tensor(accumulator.data(), rows_and_columns(accumulator.layout()));
 }
 
+// (values, MMA_M, MMA_N) -> (values, MMA_M - kSkipped, MMA_N): without the first MMAs along the
+// rows.
+template <int kSkipped, class Engine, class Layout>
+CUTE_DEVICE constexpr auto skip_rows(cute::Tensor<Engine, Layout>& fragment) {
+  using namespace cute;
+  auto layout = fragment.layout();
+  constexpr int kLeft = decltype(size<1>(layout))::value - kSkipped;
+  auto rows = make_layout(Int<kLeft>{}, stride<1>(layout));
+  return make_tensor(fragment.data() + layout(_0{}, Int<kSkipped>{}, _0{}),
+                     make_layout(get<0>(layout), rows, get<2>(layout)));
+}
+
 // ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): two neighbouring 16 x 8 accumulators
 // hold, lane by lane, the elements of one 16 x 16 A operand, so that P goes from one product to the
 // next without leaving its registers. Of wgmma: ((2, 2, N / 8), MMA_M, 1) -> ((2, 2, 2), MMA_M,

@@ -59,17 +59,17 @@ class OnlineSoftmax {
   // do. `raise` lets the references follow the block's maxima; where it returns true (for all who
   // vote together), `rescale` is to do so with `out`, the weighted sum of V so far, before anything
   // is added to it; `weigh` replaces the scores by their weights. Both are matrices of
-  // (kRows, columns).
-  template <class Scores, class Holders = RowsOfQuads>
+  // (kRows, columns), or without the first kSkipped rows, which then stay as they are.
+  template <int kSkipped = 0, class Scores, class Holders = RowsOfQuads>
   CUTE_DEVICE bool raise(Scores& scores, const Holders& holders = {}) {
-    float row_max[kRows];
+    float row_max[kRows - kSkipped];
     bool rises = kAnyScale && params_.subtract_max_first;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows - kSkipped; ++r) {
       row_max[r] = scores(r, 0);
       CUTE_UNROLL
       for (int c = 1; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
-      rises |= row_max[r] > limit_[r];
+      rises |= row_max[r] > limit_[kSkipped + r];
     }
 
     // Each row decides for itself, so that its result does not depend on its neighbours; all decide
@@ -78,12 +78,13 @@ class OnlineSoftmax {
     if (!holders.any(rises)) return false;
     holders.max(row_max);
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const float limit = row_max[r] > limit_[r] ? row_max[r] + params_.slack : limit_[r];
+    for (int r = kSkipped; r < kRows; ++r) {
+      const float max = row_max[r - kSkipped];
+      const float limit = max > limit_[r] ? max + params_.slack : limit_[r];
       if (kAnyScale && params_.subtract_max_first) {
         rescale_[r] = platform::exp2((limit_[r] - finite(limit)) * params_.scale_log2);
         CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= finite(limit);
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r - kSkipped, c) -= finite(limit);
       } else {
         rescale_[r] = platform::exp2(reference(limit_[r]) - reference(limit));
       }
@@ -93,31 +94,32 @@ class OnlineSoftmax {
     return true;
   }
 
-  template <class Out>
+  template <int kSkipped = 0, class Out>
   CUTE_DEVICE void rescale(Out& out) const {
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows - kSkipped; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale_[r];
+      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale_[kSkipped + r];
     }
   }
 
   // c s - reference is one fused multiply-add a score, exact but for its last rounding. Where c is
   // so large that c s itself has lost what tells scores apart, `raise` has subtracted the maximum.
-  template <class Scores>
+  template <int kSkipped = 0, class Scores>
   CUTE_DEVICE void weigh(Scores& scores) {
     float subtrahend[kRows];
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = kSkipped; r < kRows; ++r) {
       subtrahend[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference(limit_[r]);
     }
     // Column by column, so that the weights that the product with V takes first come first.
     CUTE_UNROLL
     for (int c = 0; c < cute::size<1>(scores); ++c) {
       CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        scores(r, c) = platform::exp2(scores(r, c) * params_.scale_log2 - subtrahend[r]);
-        sum_[r] += scores(r, c);
+      for (int r = kSkipped; r < kRows; ++r) {
+        float& score = scores(r - kSkipped, c);
+        score = platform::exp2(score * params_.scale_log2 - subtrahend[r]);
+        sum_[r] += score;
       }
     }
   }

@@ -34,9 +34,15 @@ struct FwdMainloop {
   using ShapeVt = typename Traits::ShapeVt;
   using ShapeS = typename Traits::ShapeS;
 
+  // Rows of the tile that the warps' MMAs cover at a time: the first MMA of each, then the second.
+  static constexpr int kMmaRows = cute::tile_size<0>(TiledMma{});
   // The rows of S and O that this thread holds elements of.
-  static constexpr int kRows = 2 * Traits::kBlockM / cute::tile_size<0>(TiledMma{});
+  static constexpr int kRows = 2 * Traits::kBlockM / kMmaRows;
   using Softmax = OnlineSoftmax<kRows>;
+  // Whether blocks of which the rows of the first MMAs see no key are left to the second: under a
+  // causal mask the last of a tile of 128 x 64 is one.
+  static constexpr bool kSkipsRows = kMask == MaskKind::kBanded && !Traits::kSharesRows &&
+                                     Traits::kBlockM == 2 * kMmaRows && Traits::kBlockN <= kMmaRows;
 
   // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`.
   //   keys_values   hands out the tiles of K and V
@@ -63,6 +69,12 @@ struct FwdMainloop {
     auto has_next = [&](int n_block) {
       return mask.begin(platform::computed_here(row0, n_block)) < n_block * kBlockN;
     };
+    // Likewise, whether it is not the first that is visited.
+    auto has_previous = [&](int n_block) {
+      const int end =
+          min(platform::computed_here(row0, n_block) + Traits::kBlockM, rows.count(len_q));
+      return mask.end(end - 1) > (n_block + 1) * kBlockN;
+    };
 
     // Shared memory. Block n_block of the keys lives in stage n_block % kStages.
     auto sQ = make_tensor(make_smem_ptr(smem.q), SmemLayoutQ{});  // (kBlockM, kHeadDim)
@@ -88,7 +100,12 @@ struct FwdMainloop {
     auto load_keys = [&](int n_block) { keys_values.load_keys(n_block, sK(n_block)); };
     auto load_values = [&](int n_block) { keys_values.load_values(n_block, sV(n_block)); };
 
-    auto step = [&](int index) {
+    // One block of keys, with the tile's rows but those of the first kSkipped MMAs.
+    auto step = [&](int index, auto skipped) {
+      constexpr int kSkipped = decltype(skipped)::value;
+      constexpr int kStepM = Traits::kBlockM - kSkipped * kMmaRows;
+      using ShapeStep = Shape<Int<kStepM>, Int<kBlockN>>;
+      const int step_row0 = row0 + kSkipped * kMmaRows;
       const int n_block = platform::computed_here(index);
       // What was copied is there, for all threads: K of this block (and Q, in the first step), with
       // two stages V too. All warps are done with the block before, whose space may be filled.
@@ -108,9 +125,9 @@ struct FwdMainloop {
       auto fetch_q = [&](int k) {
         if constexpr (!Traits::kQInRegisters) copy(load_q, tXsQ(_, _, k), tXrQ(_, _, k));
       };
-      auto tSrS = partition_fragment_C(mma, ShapeS{});  // (4, MMA_M, N / 8)
+      auto tSrS = partition_fragment_C(mma, ShapeStep{});  // (4, MMA_M, N / 8)
       clear(tSrS);
-      multiply<LoadK>(thread_here, tSrQ, fetch_q, tSrK, sK(n_block), tSrS);
+      multiply<LoadK>(thread_here, skip_rows<kSkipped>(tSrQ), fetch_q, tSrK, sK(n_block), tSrS);
 
       // With one stage V of this block is there after a barrier, for all threads, and all warps are
       // done with K: the next may come. Of shared rows the softmax's vote is that barrier.
@@ -126,23 +143,26 @@ struct FwdMainloop {
         load_next_keys();
       }
 
-      auto scores = as_matrix(tSrS);  // (rows, columns)
-      auto out = as_matrix(tOrO);     // (rows, columns)
-      if (mask.cuts(row0, Traits::kBlockM, n_block * kBlockN, kBlockN)) {
+      auto scores = as_matrix(tSrS);               // (rows, columns)
+      auto tOrO_step = skip_rows<kSkipped>(tOrO);  // (4, MMA_M, Dv / 8)
+      auto out = as_matrix(tOrO_step);             // (rows, columns)
+      if (mask.cuts(step_row0, kStepM, n_block * kBlockN, kBlockN)) {
         auto coords = [&](unsigned of_thread) {  // (rows, columns) -> (row, key)
-          return as_matrix(mma.get_slice(of_thread).partition_C(make_identity_tensor(ShapeS{})));
+          auto slice = mma.get_slice(of_thread);
+          return as_matrix(slice.partition_C(make_identity_tensor(ShapeStep{})));
         };
-        mask.apply(scores, coords(platform::computed_here(thread)), coords(0u), row0,
-                   Traits::kBlockM, n_block * kBlockN, kBlockN);
+        mask.apply(scores, coords(platform::computed_here(thread)), coords(0u), step_row0, kStepM,
+                   n_block * kBlockN, kBlockN);
       }
-      if (softmax.raise(scores, row_holders<Traits>(smem, platform::computed_here(thread)))) {
-        softmax.rescale(out);
-      }
+      const bool rises = softmax.template raise<2 * kSkipped>(
+          scores, row_holders<Traits>(smem, platform::computed_here(thread)));
+      // Before the first block O is 0.
+      if (rises && has_previous(n_block)) softmax.template rescale<2 * kSkipped>(out);
       if constexpr (Traits::kSharesRows) load_next_keys();
 
       // From here on there is no branch, so that the exponentials of later columns run under the
       // products with the earlier ones; but of shared rows all of P comes before any product.
-      softmax.weigh(scores);
+      softmax.template weigh<2 * kSkipped>(scores);
       auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
       if constexpr (Traits::kSharesRows) {
         auto sP = make_tensor(make_smem_ptr(smem.exchange.p),  // (kBlockM, kBlockN)
@@ -158,7 +178,7 @@ struct FwdMainloop {
         multiply<LoadVt>(thread_here, tOrP, fetch_p, tOrVt, sVt(n_block), tOrO);
       } else {
         auto tOrP = as_a_operand(tSrP);  // (8, MMA_M, N / 16)
-        multiply<LoadVt>(thread_here, tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO);
+        multiply<LoadVt>(thread_here, tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO_step);
       }
     };
 
@@ -173,8 +193,13 @@ struct FwdMainloop {
       loader_q.multiply(sQ, params.q_factor);
     }
     int n_block = last_block;
+    if constexpr (kSkipsRows) {
+      while (mask.end(row0 + kMmaRows - 1) <= n_block * kBlockN && has_next(n_block)) {
+        step(n_block--, _1{});
+      }
+    }
     do {
-      step(n_block);
+      step(n_block, _0{});
     } while (has_next(n_block--));
   }
 
@@ -184,7 +209,7 @@ struct FwdMainloop {
   // of step k and is called ahead of that step's products.
   template <class LoadB, class A, class FetchA, class B, class SmemB, class C>
   static CUTE_DEVICE void multiply(unsigned thread, const A& rA, const FetchA& fetch_a, B& rB,
-                                   const SmemB& sB, C& rC) {
+                                   const SmemB& sB, C&& rC) {
     using namespace cute;
     TiledMma mma;
     LoadB load_b;

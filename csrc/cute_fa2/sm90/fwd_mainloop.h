@@ -197,7 +197,7 @@ struct FwdMainloop {
           hopper::wait_products<0>();
           warpgroup_fence_operand(tOrO);
           if (is_multiplying) release_values();
-          if (rises) softmax.rescale(out);
+          if (rises && is_multiplying) softmax.rescale(out);  // before the first O is 0
           convert_to_words<Element>(tSrS, words);
           if (n_block == work.blocks.begin) break;
 
