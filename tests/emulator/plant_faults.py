@@ -160,7 +160,7 @@ FAULTS = [
     Fault(
         "output not rescaled",
         WRONG,
-        [(SOFTMAX, "out(r, c) *= rescale_[r];", "out(r, c) *= 1.f;")],
+        [(SOFTMAX, "out(r, c) *= rescale_[kSkipped + r];", "out(r, c) *= 1.f;")],
     ),
     Fault(
         "swizzle dropped where O is read",
@@ -214,13 +214,13 @@ FAULTS = [
             (
                 MAINLOOP,
                 "auto step = [&]",
-                "auto tSrS = partition_fragment_C(mma, ShapeS{});\n    auto step = [&]",
+                "auto all_scores = partition_fragment_C(mma, ShapeS{});\n    auto step = [&]",
             ),
             (
                 MAINLOOP,
-                "auto tSrS = partition_fragment_C(mma, ShapeS{});  // (4, MMA_M, N / 8)\n"
+                "auto tSrS = partition_fragment_C(mma, ShapeStep{});  // (4, MMA_M, N / 8)\n"
                 "      clear(tSrS);",
-                "",
+                "auto tSrS = skip_rows<kSkipped>(all_scores);",
             ),
         ],
     ),
@@ -270,6 +270,11 @@ FAULTS = [
         "rows that see keys skipped",
         WRONG,
         [(MAINLOOP, "mask.end(row0 + kMmaRows - 1)", "mask.end(row0)")],
+    ),
+    Fault(
+        "no block left for the rows that were skipped",
+        f"{WRONG}|{UNWRITTEN}|{BOUNDS}",
+        [(MAINLOOP, "n_block * kBlockN && has_next(n_block))", "n_block * kBlockN)")],
     ),
     Fault(
         "O is taken for empty",

@@ -61,6 +61,12 @@ def test_scales(emulator, head_dim, scale, is_causal):
     check(emulator, *map(poisoned, inputs), is_causal, scale)
 
 
+def test_rows_that_skip_blocks_rise(emulator):
+    """The 128 x 32 tile has two blocks at its end that only half of its rows see."""
+    inputs = random_inputs(1, 2, 200, 128, dtype=BF16)
+    check(emulator, *map(poisoned, inputs), True, 3.0, smem_limit=99 * 1024)
+
+
 @pytest.mark.parametrize("scale", [1e4, -1e10, 1e300])
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_huge_scales_pick_the_greatest_scores(emulator, head_dim, scale):
