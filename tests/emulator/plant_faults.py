@@ -273,7 +273,7 @@ FAULTS = [
     ),
     Fault(
         "no block left for the rows that were skipped",
-        f"{WRONG}|{UNWRITTEN}|{BOUNDS}",
+        "behind a negative number",  # a block before the first
         [(MAINLOOP, "n_block * kBlockN && has_next(n_block))", "n_block * kBlockN)")],
     ),
     Fault(
