@@ -27,6 +27,8 @@ EMULATED int thread_in_warpgroup() { return emulator::thread_index() % kWarpgrou
 EMULATED bool is_first_thread() { return emulator::thread_index() == 0; }
 EMULATED bool is_first_lane() { return emulator::thread_index() % 32 == 0; }
 
+EMULATED void sync_warp() { emulator::ballot(true); }
+
 EMULATED uint32_t shuffle_xor(uint32_t value, int lane_mask) {
   return emulator::shuffle(value, emulator::thread_index() % 32 ^ lane_mask);
 }

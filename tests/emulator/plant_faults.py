@@ -405,8 +405,8 @@ SM90_FAULTS = [
         "release(smem_.k_empty[k_.stage]); hopper::wait_products<kInFlight>();",
         (
             SM90_MAINLOOP,
-            "warpgroup_fence_operand(tSrS);\n      release(smem_.k_empty[k_.stage]);",
-            "warpgroup_fence_operand(tSrS);",
+            "warpgroup_fence_operand(tSrS);\n      release_keys();",
+            "warpgroup_fence_operand(tSrS);\n      k_.advance();",
         ),
     ),
     of_sm90(
@@ -463,7 +463,7 @@ SM90_FAULTS = [
         UNFINISHED,
         SM90_MAINLOOP,
         "softmax.weigh(scores);",
-        "softmax.weigh(scores);\n          convert_to_words<Element>(tSrS, words);",
+        "softmax.weigh(scores);\n        convert_to_words<Element>(tSrS, words);",
     ),
     of_sm90(
         "product issued without a fence",
@@ -483,15 +483,58 @@ SM90_FAULTS = [
         "turn not passed",
         STUCK,
         SM90_MAINLOOP,
-        "multiply_values(tSrP, tOrO);\n          pass_turn();",
+        "multiply_values(tSrP, tOrO);\n        pass_turn();",
         "multiply_values(tSrP, tOrO);",
     ),
     of_sm90(
         "V of a skipped block kept",
         f"{STUCK}|{RACE}|{UNFINISHED}|{WRONG}",
         SM90_MAINLOOP,
-        "for (int i = 0; i < blocks; ++i) {",
-        "for (int i = 1; i < blocks; ++i) {",
+        "hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);",
+        "",
+    ),
+    of_sm90(
+        "lanes do not look at a skipped stage together",
+        STUCK,
+        SM90_MAINLOOP,
+        "hopper::sync_warp();",
+        "",
+        head_dim=96,
+    ),
+    of_sm90(
+        "turn of a skipped block not passed",
+        STUCK,
+        SM90_MAINLOOP,
+        "wait_turn();\n        pass_turn();",
+        "wait_turn();",
+    ),
+    of_sm90(
+        "Q of a consumer without rows kept",
+        STUCK,
+        SM90_MAINLOOP,
+        "hand_back(smem_.q_full[q_.stage][index_], smem_.q_empty[q_.stage][index_], q_);",
+        "",
+    ),
+    of_sm90(
+        "O read before it is there",
+        UNFINISHED,
+        SM90_MAINLOOP,
+        "multiply_values(tSrP, tOrO);\n      hopper::wait_products<0>();",
+        "multiply_values(tSrP, tOrO);",
+    ),
+    of_sm90(
+        "statistics of the tile before kept",
+        WRONG,
+        SM90_MAINLOOP,
+        "softmax.start();",
+        "",
+    ),
+    of_sm90(
+        "O not rescaled",
+        WRONG,
+        SM90_MAINLOOP,
+        "if (rises && is_multiplying) softmax.rescale(out);",
+        "",
     ),
     of_sm90(
         "barriers not published",
@@ -585,14 +628,14 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
 
 def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
     # Several tiles for each of few blocks, so that the rings go round.
-    for seed, (heads, heads_kv, len_q, len_k) in enumerate(
-        [(2, 1, 300, 500), (3, 3, 200, 70), (4, 1, 20, 300)]
+    for seed, (heads, heads_kv, len_q, len_k, scale) in enumerate(
+        [(2, 1, 300, 500, None), (3, 3, 200, 70, None), (4, 1, 20, 300, None), (1, 1, 50, 500, 3.0)]
     ):
         q, k, v = random_inputs(
             2, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
         )
         try:
-            check(emulator, *map(poisoned, (q, k, v)), True, multiprocessors=2, seed=seed)
+            check(emulator, *map(poisoned, (q, k, v)), True, scale, multiprocessors=2, seed=seed)
         except AssertionError as error:  # of the machine, or of the comparison
             return str(error)
     return ""

@@ -132,3 +132,24 @@ def test_counts(hopper, head_dim):
     # g++ makes four stores of one of 16 bytes.
     assert (counters.global_writes_16, counters.global_writes) == (0, m * head_dim // 2 + m)
     assert counters.block_barriers == 1
+
+
+@pytest.mark.parametrize("len_q", [1, 64, 65, 300])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_consumers_without_rows_multiply_nothing(hopper, head_dim, len_q):
+    n = 2 * hopper[BF16].tile(head_dim)["block_n"]
+    inputs = random_inputs(1, 1, len_q, head_dim, len_k=n, dtype=BF16)
+    counters = check(hopper[BF16], *map(poisoned, inputs), multiprocessors=1)[2]
+    warps = 4 * math.ceil(len_q / 64)
+    assert counters.products == warps * (2 * head_dim // 16 + n // 16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_under_a_causal_mask(hopper, head_dim):
+    """Each consumer stops at the last block of which its 64 rows see a key."""
+    tile = hopper[BF16].tile(head_dim)
+    m, n = 2 * tile["block_m"], tile["block_n"]
+    inputs = random_inputs(1, 1, m, head_dim, dtype=BF16)
+    counters = check(hopper[BF16], *map(poisoned, inputs), True, multiprocessors=1)[2]
+    blocks = sum(math.ceil(end / n) for end in range(64, m + 1, 64))
+    assert counters.products == 4 * blocks * (head_dim // 16 + n // 16)

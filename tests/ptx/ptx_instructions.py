@@ -767,8 +767,21 @@ def vote(modifiers: list[str], operands: list[Operand]) -> Step | None:
     return step if modifiers == ["sync", "any", "pred"] else None
 
 
+def warp_barrier(members: Operand) -> Step:
+    mask = reader(members, np.uint32)
+
+    def step(warp: Warp, lanes: Lanes) -> None:
+        take_whole_warp(lanes)
+        if (mask(warp) != 2**32 - 1).any():
+            raise Fault("a barrier of some lanes alone")
+
+    return step
+
+
 def barrier(modifiers: list[str], operands: list[Operand]) -> Step | None:
     kind = ".".join(modifiers)
+    if kind == "warp.sync":
+        return warp_barrier(*operands)
     if kind not in ("sync", "arrive", "red.or.pred"):
         return None
     write, vote_of = writer(Nothing()), constant(0, np.dtype(np.bool_))

@@ -47,7 +47,10 @@ class OnlineSoftmax {
  public:
   static constexpr int kRows = kRows_;
 
-  CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params) : params_(params) {
+  CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params) : params_(params) { start(); }
+
+  // Rows that have seen no score yet.
+  CUTE_DEVICE void start() {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       limit_[r] = -INFINITY;
@@ -58,18 +61,19 @@ class OnlineSoftmax {
   // One more block of scores is taken in three parts, between which there may be something else to
   // do. `raise` lets the references follow the block's maxima; where it returns true (for all who
   // vote together), `rescale` is to do so with `out`, the weighted sum of V so far, before anything
-  // is added to it; `weigh` replaces the scores by their weights. Both are matrices of
-  // (kRows, columns), or without the first kSkipped rows, which then stay as they are.
-  template <int kSkipped = 0, class Scores, class Holders = RowsOfQuads>
+  // is added to it, unless it is still 0; `weigh` replaces the scores by their weights. Both are
+  // matrices of (kRows, columns), or without the first kSkippedRows rows, which then stay as they
+  // are.
+  template <int kSkippedRows = 0, class Scores, class Holders = RowsOfQuads>
   CUTE_DEVICE bool raise(Scores& scores, const Holders& holders = {}) {
-    float row_max[kRows - kSkipped];
+    float row_max[kRows - kSkippedRows];
     bool rises = kAnyScale && params_.subtract_max_first;
     CUTE_UNROLL
-    for (int r = 0; r < kRows - kSkipped; ++r) {
+    for (int r = 0; r < kRows - kSkippedRows; ++r) {
       row_max[r] = scores(r, 0);
       CUTE_UNROLL
       for (int c = 1; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
-      rises |= row_max[r] > limit_[kSkipped + r];
+      rises |= row_max[r] > limit_[kSkippedRows + r];
     }
 
     // Each row decides for itself, so that its result does not depend on its neighbours; all decide
@@ -78,13 +82,14 @@ class OnlineSoftmax {
     if (!holders.any(rises)) return false;
     holders.max(row_max);
     CUTE_UNROLL
-    for (int r = kSkipped; r < kRows; ++r) {
-      const float max = row_max[r - kSkipped];
+    for (int r = kSkippedRows; r < kRows; ++r) {
+      const float max = row_max[r - kSkippedRows];
       const float limit = max > limit_[r] ? max + params_.slack : limit_[r];
       if (kAnyScale && params_.subtract_max_first) {
         rescale_[r] = platform::exp2((limit_[r] - finite(limit)) * params_.scale_log2);
         CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r - kSkipped, c) -= finite(limit);
+        for (int c = 0; c < cute::size<1>(scores); ++c)
+          scores(r - kSkippedRows, c) -= finite(limit);
       } else {
         rescale_[r] = platform::exp2(reference(limit_[r]) - reference(limit));
       }
@@ -94,30 +99,30 @@ class OnlineSoftmax {
     return true;
   }
 
-  template <int kSkipped = 0, class Out>
+  template <int kSkippedRows = 0, class Out>
   CUTE_DEVICE void rescale(Out& out) const {
     CUTE_UNROLL
-    for (int r = 0; r < kRows - kSkipped; ++r) {
+    for (int r = 0; r < kRows - kSkippedRows; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale_[kSkipped + r];
+      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale_[kSkippedRows + r];
     }
   }
 
   // c s - reference is one fused multiply-add a score, exact but for its last rounding. Where c is
   // so large that c s itself has lost what tells scores apart, `raise` has subtracted the maximum.
-  template <int kSkipped = 0, class Scores>
+  template <int kSkippedRows = 0, class Scores>
   CUTE_DEVICE void weigh(Scores& scores) {
     float subtrahend[kRows];
     CUTE_UNROLL
-    for (int r = kSkipped; r < kRows; ++r) {
+    for (int r = kSkippedRows; r < kRows; ++r) {
       subtrahend[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference(limit_[r]);
     }
     // Column by column, so that the weights that the product with V takes first come first.
     CUTE_UNROLL
     for (int c = 0; c < cute::size<1>(scores); ++c) {
       CUTE_UNROLL
-      for (int r = kSkipped; r < kRows; ++r) {
-        float& score = scores(r - kSkipped, c);
+      for (int r = kSkippedRows; r < kRows; ++r) {
+        float& score = scores(r - kSkippedRows, c);
         score = platform::exp2(score * params_.scale_log2 - subtrahend[r]);
         sum_[r] += score;
       }
@@ -136,7 +141,8 @@ class OnlineSoftmax {
       for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= inverse;
       has_keyless |= sum_[r] == 0.f;
     }
-    // Apart, as it is rare. 0 / 0 is NaN, and so is 0 times what other rows' keys may have in V.
+    // Apart, as it is rare. 0 x (1 / 0) is NaN, and so is what 0 x infinity has left in `out`,
+    // where V has one.
     if (platform::any_in_warp(has_keyless)) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {
@@ -174,8 +180,8 @@ class OnlineSoftmax {
   // 0 for -inf, as -inf - -inf is NaN.
   static CUTE_DEVICE float finite(float limit) { return limit == -INFINITY ? 0.f : limit; }
 
-  float
-      limit_[kRows];  // a score above it makes the row's reference rise; -inf before the first key
+  // A score above its row's limit makes the reference rise; -inf before the first key.
+  float limit_[kRows];
   float sum_[kRows];
   float rescale_[kRows];     // of the last raise
   const FwdParams& params_;  // read where needed: a constant-bank operand costs no register

@@ -39,6 +39,7 @@ struct FwdEpilogue {
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
     // Of the four who hold the first columns, each has one of their two or four rows.
+    static_assert(Softmax::kRows <= 4);
     const int mine = static_cast<int>(get<1>(tOcO(0, 0))) / 2;
     if (mine < Softmax::kRows) {
       const int row = row0 + static_cast<int>(get<0>(tOcO(mine, 0)));

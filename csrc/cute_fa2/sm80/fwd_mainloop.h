@@ -121,9 +121,14 @@ struct FwdMainloop {
 
       const unsigned thread_here = platform::computed_here(thread, n_block);
       auto tXsQ = load_q.get_slice(thread_here).partition_S(sQ);  // as tXrQ
-      if (Traits::kQInRegisters && n_block == last_block) copy(load_q, tXsQ, tXrQ);
+      if (Traits::kQInRegisters && !has_previous(n_block)) copy(load_q, tXsQ, tXrQ);
       auto fetch_q = [&](int k) {
-        if constexpr (!Traits::kQInRegisters) copy(load_q, tXsQ(_, _, k), tXrQ(_, _, k));
+        if constexpr (!Traits::kQInRegisters) {
+          CUTE_UNROLL
+          for (int m = kSkipped; m < size<1>(tXsQ); ++m) {
+            copy(load_q, tXsQ(_, m, k), tXrQ(_, m, k));
+          }
+        }
       };
       auto tSrS = partition_fragment_C(mma, ShapeStep{});  // (4, MMA_M, N / 8)
       clear(tSrS);
@@ -193,7 +198,7 @@ struct FwdMainloop {
       loader_q.multiply(sQ, params.q_factor);
     }
     int n_block = last_block;
-    if constexpr (kSkipsRows) {
+    if constexpr (kSkipsRows) {  // more than once where a block has fewer keys than MMAs have rows
       while (mask.end(row0 + kMmaRows - 1) <= n_block * kBlockN && has_next(n_block)) {
         step(n_block--, _1{});
       }
@@ -209,7 +214,7 @@ struct FwdMainloop {
   // of step k and is called ahead of that step's products.
   template <class LoadB, class A, class FetchA, class B, class SmemB, class C>
   static CUTE_DEVICE void multiply(unsigned thread, const A& rA, const FetchA& fetch_a, B& rB,
-                                   const SmemB& sB, C&& rC) {
+                                   const SmemB& sB, C& rC) {
     using namespace cute;
     TiledMma mma;
     LoadB load_b;

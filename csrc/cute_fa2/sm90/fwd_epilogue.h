@@ -24,7 +24,7 @@ struct FwdEpilogue {
     const int thread = hopper::thread_in_warpgroup();
     const int lane_in_quad = thread % 4;
     const int first_row = row0 + thread / 32 * 16 + thread % 32 / 4;
-    if (lane_in_quad < 2) {  // each of two lanes has one of the rows
+    if (lane_in_quad < Softmax::kRows) {  // each of two lanes has one of the rows
       const int row = first_row + 8 * lane_in_quad;
       if (arguments.rows.exists(row, len_q)) {
         *arguments.rows.find<float>(params.lse, tile, row) = softmax.lse(lane_in_quad);
@@ -34,7 +34,7 @@ struct FwdEpilogue {
         Int<decltype(size(tOrO))::value / 2>{});
     convert_to_words<ElementOut>(tOrO, words);
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < Softmax::kRows; ++r) {
       const int row = first_row + 8 * r;
       const bool exists = arguments.rows.exists(row, len_q);
       auto* out = arguments.rows.find<ElementOut>(params.out, tile, row);

@@ -39,9 +39,6 @@ struct FwdMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
   static constexpr bool kInTurns = Traits::kConfig.in_turns;
-  // Whether the first product of a tile is issued before the end of the tile before is written: its
-  // S is in registers meanwhile, of which the threads of three consumers have too few.
-  static constexpr bool kAhead = kConsumers < 3;
   static constexpr int kWarps = hopper::kWarpgroup / 32;
 
   using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
@@ -158,69 +155,22 @@ struct FwdMainloop {
     template <class Finish>
     CUTE_DEVICE void run(Tiles tiles, Finish&& finish) {
       using namespace cute;
-      const Mask<kMask> mask(arguments_.params, Sequence(arguments_.params), arguments_.rows);
       auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
       auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
-      // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
-      auto words = make_tensor<uint32_t>(Int<Traits::kRows * kBlockN / hopper::kWarpgroup / 2>{});
-      auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
-      auto scores = as_matrix(tSrS);  // (rows, columns)
-      auto out = as_matrix(tOrO);     // (rows, columns)
-
+      Softmax softmax(arguments_.params);
       Work work;
-      next(tiles, work);  // a block has at least one
+      if (!next(tiles, work)) return;
       multiply_first_keys(work, tSrS);
       finish_keys<0>(tSrS);
-      skip_values(work.skipped);
       while (true) {
-        Softmax softmax(arguments_.params);
-        clear(tOrO);
-        bool is_multiplying = false;
-        CUTE_NO_UNROLL
-        for (int n_block = work.blocks.end - 1 - work.skipped;; --n_block) {
-          if (mask.cuts(work.row0, Traits::kRows, n_block * kBlockN, kBlockN)) {
-            // (rows, columns) -> (row, key)
-            auto coords = [](int thread) {
-              return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
-                  make_identity_tensor(typename Traits::ShapeS{})));
-            };
-            mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
-                       coords(0), work.row0, Traits::kRows, n_block * kBlockN, kBlockN);
-          }
-          const bool rises = softmax.raise(scores);
-          softmax.weigh(scores);
-          // All of this runs under the product of the block before with V, if it stands before the
-          // wait in the machine code as well: ptxas moves a wait ahead of arithmetic, but not ahead
-          // of a branch, for which the last use of Q may as well be told here.
-          warpgroup_fence_operand(tSrS);
-          if (n_block == work.blocks.begin) release_queries();
-          hopper::wait_products<0>();
-          warpgroup_fence_operand(tOrO);
-          if (is_multiplying) release_values();
-          if (rises && is_multiplying) softmax.rescale(out);  // before the first O is 0
-          convert_to_words<Element>(tSrS, words);
-          if (n_block == work.blocks.begin) break;
-
-          smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-          wait_turn();
-          multiply_keys(tSrS);
-          multiply_values(tSrP, tOrO);
-          pass_turn();
-          is_multiplying = true;
-          finish_keys<1>(tSrS);
-        }
-        multiply_values(tSrP, tOrO);
+        attend(work, tSrS, softmax, tOrO);
         const int done = work.index;
-        const bool has_next = next(tiles, work);
-        if (kAhead && has_next) multiply_first_keys(work, tSrS);
-        hopper::wait_products<0>();  // O is there, and the first scores of the next tile
-        warpgroup_fence_operand(tOrO);
-        release_values();
+        if (!next(tiles, work)) return finish(done, softmax, tOrO);
+        // The end of a tile is written under the first product of the next. (No branch in between:
+        // ptxas would have that product waited for at once.)
+        multiply_first_keys(work, tSrS);
         finish(done, softmax, tOrO);
-        if (!has_next) return;
-        if (!kAhead) multiply_first_keys(work, tSrS);
         finish_keys<0>(tSrS);
-        skip_values(work.skipped);
       }
     }
 
@@ -229,37 +179,60 @@ struct FwdMainloop {
     struct Work {
       int index;          // of the tile in the schedule
       int row0;           // its first row
-      BlockRange blocks;  // key blocks of the tile
-      int skipped;        // of the last blocks, of which these rows see none
+      BlockRange blocks;  // of keys
+      int skipped;        // the tile's blocks behind these, of which these rows see none
     };
 
-    CUTE_DEVICE bool next(Tiles& tiles, Work& work) const {
-      work.index = tiles.next(arguments_.schedule);
-      if (!arguments_.schedule.has(work.index)) return false;
-      const TileCoord tile = arguments_.schedule.tile(work.index);
-      const Sequence sequence(arguments_.params);
-      const Mask<kMask> mask(arguments_.params, sequence, arguments_.rows);
-      work.row0 = tile.m_block * kBlockM + index_ * Traits::kRows;
-      work.blocks = blocks_of(arguments_, tile);
-      const int rows_q = arguments_.rows.count(sequence.len_q) - work.row0;
-      const int row_end = work.row0 + cute::max(1, cute::min(+Traits::kRows, rows_q));
-      // At least one block is worked on, and the stages that wait for the skipping do not run out.
-      work.skipped = cute::max(
-          0, cute::min(work.blocks.end - mask.visible_blocks(work.row0, row_end, kBlockN).end,
-                       cute::min(+Traits::kStages, work.blocks.end - work.blocks.begin) - 1));
-      return true;
+    // The next tile in which this consumer has rows.
+    CUTE_DEVICE bool next(Tiles& tiles, Work& work) {
+      while (arguments_.schedule.has(work.index = tiles.next(arguments_.schedule))) {
+        const TileCoord tile = arguments_.schedule.tile(work.index);
+        const Sequence sequence(arguments_.params);
+        const Mask<kMask> mask(arguments_.params, sequence, arguments_.rows);
+        work.row0 = tile.m_block * kBlockM + index_ * Traits::kRows;
+        work.blocks = blocks_of(arguments_, tile);
+        const int rows_left = arguments_.rows.count(sequence.len_q) - work.row0;
+        if (rows_left > 0) {
+          const int row_end = work.row0 + cute::min(+Traits::kRows, rows_left);
+          const int visible_end = mask.visible_blocks(work.row0, row_end, kBlockN).end;
+          // There is always a block to work on.
+          const int end = cute::min(work.blocks.end, cute::max(work.blocks.begin + 1, visible_end));
+          work.skipped = work.blocks.end - end;
+          work.blocks.end = end;
+          return true;
+        }
+        skip_blocks(work.blocks.end - work.blocks.begin);
+        hand_back(smem_.q_full[q_.stage][index_], smem_.q_empty[q_.stage][index_], q_);
+      }
+      return false;
+    }
+
+    // Blocks that this consumer has no use for; its turns pass all the same.
+    CUTE_DEVICE void skip_blocks(int blocks) {
+      CUTE_NO_UNROLL
+      for (int i = 0; i < blocks; ++i) {
+        wait_turn();
+        pass_turn();
+        hand_back(smem_.k_full[k_.stage], smem_.k_empty[k_.stage], k_);
+        hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);
+      }
+    }
+
+    // A stage that the warp has no use for, once it is this round's. A lane that looked only after
+    // that might find the stage two rounds on, which by its parity is none; elsewhere it is the
+    // product that all lanes come to.
+    template <class Position>
+    static CUTE_DEVICE void hand_back(hopper::Barrier& full, hopper::Barrier& empty,
+                                      Position& position) {
+      full.wait(position.parity);
+      hopper::sync_warp();
+      release(empty);
+      position.advance();
     }
 
     template <class Scores>
     CUTE_DEVICE void multiply_first_keys(const Work& work, Scores& tSrS) {
-      CUTE_NO_UNROLL
-      for (int i = 0; i < work.skipped; ++i) {
-        wait_turn();
-        pass_turn();
-        smem_.k_full[k_.stage].wait(k_.parity);  // only now is it this round's stage
-        release(smem_.k_empty[k_.stage]);
-        k_.advance();
-      }
+      skip_blocks(work.skipped);
       smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
       smem_.k_full[k_.stage].wait(k_.parity);          // K has arrived
       wait_turn();
@@ -267,18 +240,67 @@ struct FwdMainloop {
       pass_turn();
     }
 
-    CUTE_DEVICE void skip_values(int blocks) {
+    // From the first scores of a tile to its last product.
+    template <class Scores, class Out>
+    CUTE_DEVICE void attend(const Work& work, Scores& tSrS, Softmax& softmax, Out& tOrO) {
+      using namespace cute;
+      const Mask<kMask> mask(arguments_.params, Sequence(arguments_.params), arguments_.rows);
+      // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
+      auto words = make_tensor<uint32_t>(Int<Traits::kRows * kBlockN / hopper::kWarpgroup / 2>{});
+      auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
+      auto scores = as_matrix(tSrS);  // (rows, columns)
+      auto out = as_matrix(tOrO);     // (rows, columns)
+
+      softmax.start();
+      clear(tOrO);
+      bool is_multiplying = false;
       CUTE_NO_UNROLL
-      for (int i = 0; i < blocks; ++i) {
-        smem_.v_full[v_.stage].wait(v_.parity);  // only now is it this round's stage
-        release_values();
+      for (int n_block = work.blocks.end - 1;; --n_block) {
+        if (mask.cuts(work.row0, Traits::kRows, n_block * kBlockN, kBlockN)) {
+          // (rows, columns) -> (row, key)
+          auto coords = [](int thread) {
+            return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
+                make_identity_tensor(typename Traits::ShapeS{})));
+          };
+          mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
+                     coords(0), work.row0, Traits::kRows, n_block * kBlockN, kBlockN);
+        }
+        const bool rises = softmax.raise(scores);
+        softmax.weigh(scores);
+        // All of this runs under the product of the block before with V, if it stands before the
+        // wait in the machine code as well: ptxas moves a wait ahead of arithmetic, but not ahead
+        // of a branch, for which the last use of Q may as well be told here.
+        warpgroup_fence_operand(tSrS);
+        if (n_block == work.blocks.begin) release_queries();
+        hopper::wait_products<0>();
+        warpgroup_fence_operand(tOrO);
+        if (is_multiplying) release_values();
+        if (rises && is_multiplying) softmax.rescale(out);  // before the first O is 0
+        convert_to_words<Element>(tSrS, words);
+        if (n_block == work.blocks.begin) break;
+
+        smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
+        wait_turn();
+        multiply_keys(tSrS);
+        multiply_values(tSrP, tOrO);
+        pass_turn();
+        is_multiplying = true;
+        finish_keys<1>(tSrS);
       }
+      multiply_values(tSrP, tOrO);
+      hopper::wait_products<0>();
+      warpgroup_fence_operand(tOrO);
+      release_values();
     }
 
     template <int kInFlight, class Scores>
     CUTE_DEVICE void finish_keys(Scores& tSrS) {
       hopper::wait_products<kInFlight>();
       cute::warpgroup_fence_operand(tSrS);
+      release_keys();
+    }
+
+    CUTE_DEVICE void release_keys() {
       release(smem_.k_empty[k_.stage]);
       k_.advance();
     }

@@ -29,6 +29,9 @@ CUTE_DEVICE int thread_in_warpgroup() { return threadIdx.x % kWarpgroup; }
 CUTE_DEVICE bool is_first_thread() { return threadIdx.x == 0; }
 CUTE_DEVICE bool is_first_lane() { return threadIdx.x % 32 == 0; }
 
+// The lanes of a warp wait for each other.
+CUTE_DEVICE void sync_warp() { __syncwarp(); }
+
 CUTE_DEVICE uint32_t shuffle_xor(uint32_t value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }

@@ -25,7 +25,8 @@ class Schedule {
     const int heads = rows.heads() * params.batch;
     const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
     // Equal tiles need no order but that of memory.
-    const int section = mask == MaskKind::kFull
+    const bool equal = mask == MaskKind::kFull && rows.count(params.len_q) % block_m == 0;
+    const int section = equal
                             ? 1
                             : static_cast<int>(std::clamp<int64_t>(
                                   kSectionBytes / head_bytes * rows.heads_per_kv_head(), 1, heads));
