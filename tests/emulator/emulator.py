@@ -149,6 +149,25 @@ class Emulator:
         mine = [tile for tile in tiles if tile["arch"] == f"sm{self.arch}"]
         return next(tile for tile in mine if tile["head_dim"] >= head_dim)
 
+    def deal_sm90(
+        self,
+        batch: int,
+        heads: int,
+        len_q: int,
+        len_k: int,
+        head_dim: int,
+        is_banded: bool,
+        block_m: int,
+        multiprocessors: int,
+    ) -> Tensor:
+        """The tiles of the SM90 kernels' thread blocks: rows of (block, m_block, head, batch)."""
+        tiles = math.ceil(len_q / block_m) * heads * batch
+        dealt = torch.full((2 * tiles, 4), -1, dtype=torch.int32)  # room to be wrong
+        numbers = batch, heads, len_q, len_k, head_dim, is_banded, block_m, multiprocessors
+        count = self._library.deal_sm90(*numbers, ctypes.c_void_p(dealt.data_ptr()))
+        assert count == tiles
+        return dealt[:tiles]
+
     def small(self, name: str, x: Tensor, seed: int = 0) -> tuple[Tensor, Counters]:
         """The output of the kernel of that name in small_kernels.cpp, and what was counted."""
         out = torch.zeros_like(x)

@@ -6,6 +6,7 @@
 
 #include "dispatch.h"
 #include "launch.h"
+#include "sm90/schedule.h"
 #include "tensor_copy.h"
 
 using namespace flash_cute;
@@ -61,6 +62,33 @@ struct CForward {
 __attribute__((visibility("default"))) const char* describe_build() {
   static const std::string description = build_info();
   return description.c_str();
+}
+
+// Which thread blocks of the SM90 kernels get which tiles, of `block_m` rows of heads of their own.
+// For each of `multiprocessors` blocks its tiles go to `tiles`, one after the other, as (block,
+// m_block, head, batch); returns how many there are.
+__attribute__((visibility("default"))) int64_t deal_sm90(int batch, int heads, int len_q, int len_k,
+                                                         int head_dim, int is_banded, int block_m,
+                                                         int multiprocessors, int32_t* tiles) {
+  FwdParams params{};
+  params.batch = batch;
+  params.heads_q = heads;
+  params.heads_per_kv_head = 1;
+  params.len_q = len_q;
+  params.len_k = len_k;
+  params.head_dim = head_dim;
+  const auto schedule = sm90::Schedule::make(params, QueryRows::make(params, block_m),
+                                             is_banded ? MaskKind::kBanded : MaskKind::kFull,
+                                             block_m, multiprocessors);
+  int64_t count = 0;
+  for (int block = 0; block < schedule.blocks(); ++block) {
+    sm90::Schedule::Tiles of_block(block);
+    for (int i; schedule.has(i = of_block.next(schedule)); ++count) {
+      const TileCoord tile = schedule.tile(i);
+      for (int number : {block, tile.m_block, tile.head, tile.batch}) *tiles++ = number;
+    }
+  }
+  return count;
 }
 
 // Returns 0, or 1 with a sentence in `error`. Counters are added to.

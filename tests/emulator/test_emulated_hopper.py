@@ -153,3 +153,31 @@ def test_products_under_a_causal_mask(hopper, head_dim):
     counters = check(hopper[BF16], *map(poisoned, inputs), True, multiprocessors=1)[2]
     blocks = sum(math.ceil(end / n) for end in range(64, m + 1, 64))
     assert counters.products == 4 * blocks * (head_dim // 16 + n // 16)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("multiprocessors", [132, 78])
+@pytest.mark.parametrize("len_q", [512, 1000, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_have_equal_work(hopper, head_dim, len_q, multiprocessors, is_causal):
+    """Each tile has one block, and no block has much more to multiply than the mean of them."""
+    tile = hopper[BF16].tile(head_dim)
+    m, n = tile["block_m"], tile["block_n"]
+    batch, heads = max(1, 16384 // len_q), 2048 // head_dim
+    dealt = hopper[BF16].deal_sm90(
+        batch, heads, len_q, len_q, head_dim, is_causal, m, multiprocessors
+    )
+    tiles = torch.cartesian_prod(
+        torch.arange(math.ceil(len_q / m)), torch.arange(heads), torch.arange(batch)
+    )
+    assert torch.equal(dealt[:, 1:].unique(dim=0), tiles.int())
+
+    def key_blocks(m_block):  # of all consumers that have rows
+        rows = range(m_block * m, min(len_q, (m_block + 1) * m), 64)
+        return sum(math.ceil((min(len_q, row + 64) if is_causal else len_q) / n) for row in rows)
+
+    work = torch.zeros(multiprocessors)
+    costs = torch.tensor([key_blocks(i) for i in range(math.ceil(len_q / m))]).float()
+    work.index_add_(0, dealt[:, 0], costs[dealt[:, 1]])
+    at_best = math.ceil(len(dealt) / multiprocessors) / (len(dealt) / multiprocessors)
+    assert work.max() <= 1.08 * max(1, at_best) * work.mean()

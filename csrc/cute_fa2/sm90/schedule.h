@@ -16,23 +16,29 @@ namespace flash_cute::sm90 {
 // Tiles are numbered section by section, a section being some (batch, head) pairs whose K and V
 // stay in L2 together; within a section from the last query rows to the first, so that under a
 // causal mask the long tiles come before the short ones.
+//
+// A section is dealt out in rounds, of which every other runs backwards over the blocks: who had
+// the longer tile has the shorter one next. Each section begins anew and with another block, so
+// that its last round, in which there is not a tile for everybody, favours others each time.
 class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& rows, MaskKind mask, int block_m,
                        int multiprocessors) {
-    constexpr int64_t kSectionBytes = 16 << 20;  // of 50 MB L2
+    constexpr int64_t kSectionBytes = 16 << 20;  // of 50 MB L2, unless that is less than two rounds
     const int m_blocks = (rows.count(params.len_q) + block_m - 1) / block_m;
     const int heads = rows.heads() * params.batch;
     const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
+    const int64_t heads_in_l2 = kSectionBytes / head_bytes * rows.heads_per_kv_head();
+    const int64_t heads_of_two_rounds = (2 * multiprocessors + m_blocks / 2) / m_blocks;
     // Equal tiles need no order but that of memory.
     const bool equal = mask == MaskKind::kFull && rows.count(params.len_q) % block_m == 0;
-    const int section = equal
-                            ? 1
-                            : static_cast<int>(std::clamp<int64_t>(
-                                  kSectionBytes / head_bytes * rows.heads_per_kv_head(), 1, heads));
+    const int section = equal ? 1
+                              : static_cast<int>(std::clamp<int64_t>(
+                                    std::max(heads_in_l2, heads_of_two_rounds), 1, heads));
     Schedule s;
     s.tiles_ = m_blocks * heads;
     s.blocks_ = std::min(s.tiles_, multiprocessors);
+    s.dealt_together_ = equal ? s.tiles_ : section * m_blocks;
     s.m_blocks_ = m_blocks;
     s.full_sections_ = heads / section;
     s.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
@@ -44,24 +50,37 @@ class Schedule {
 
   int blocks() const { return blocks_; }
 
-  // A block's tiles, one after the other. Every other round runs backwards over the blocks: who had
-  // the longer tile has the shorter one next.
+  // A block's tiles, one after the other.
   class Tiles {
    public:
-    CUTE_DEVICE explicit Tiles(int block) : block_(block) {}
+    CUTE_DEVICE explicit Tiles(int block) : place_(block) {}
 
     // The index of the next tile; past the last, one that the schedule has not.
     CUTE_DEVICE int next(const Schedule& schedule) {
-      const int in_round = is_backward_ ? schedule.blocks_ - 1 - block_ : block_;
-      const unsigned index = first_ + in_round;
-      first_ += schedule.blocks_;
-      is_backward_ = !is_backward_;
-      return static_cast<int>(index);
+      const unsigned tiles = schedule.tiles_, blocks = schedule.blocks_;
+      const unsigned section_tiles = schedule.dealt_together_;
+      while (first_ < tiles) {
+        const unsigned in_section = dealt_ + (is_backward_ ? blocks - 1 - place_ : place_);
+        const unsigned index = first_ + in_section;
+        const bool exists = in_section < section_tiles && index < tiles;
+        dealt_ += blocks;
+        is_backward_ = !is_backward_;
+        if (dealt_ >= section_tiles) {
+          first_ += section_tiles;
+          dealt_ = 0;
+          is_backward_ = false;
+          place_ += blocks * 5 / 8;  // the golden section: its multiples spread over all places
+          if (place_ >= blocks) place_ -= blocks;
+        }
+        if (exists) return static_cast<int>(index);
+      }
+      return schedule.tiles_;
     }
 
    private:
-    int block_;
-    unsigned first_ = 0;  // of the round; the last may pass 2^31
+    unsigned place_;      // of the block among the blocks, in this section
+    unsigned first_ = 0;  // tile of the section; past the last it may pass 2^31
+    unsigned dealt_ = 0;  // tiles of the section, in the rounds before
     bool is_backward_ = false;
   };
 
@@ -80,6 +99,7 @@ class Schedule {
  private:
   int tiles_;
   int blocks_;
+  int dealt_together_;  // tiles: those of a section, or all
   int m_blocks_;
   int full_sections_;
   cutlass::FastDivmod section_tiles_;
