@@ -163,7 +163,7 @@ def test_registers_within_the_budget(
 
 def test_softmax_stands_under_a_product() -> None:
     """ptxas may move a wait for products ahead of the softmax, which then no longer runs beside
-    them. The last fifth of the exponentials it does leave behind."""
+    them. About a fifth of the exponentials it does leave behind."""
     if "sm_90a" not in ARCHS:
         pytest.skip("this build has no sm_90a")
     seen = 0
@@ -171,10 +171,13 @@ def test_softmax_stands_under_a_product() -> None:
         kernel = text.split()[0]
         if not is_kernel_of("sm_90a", kernel):
             continue
-        exponentials = [part.count("MUFU.EX2") for part in text.split("WARPGROUP.DEPBAR")]
-        ahead_of_a_wait = next(count for count in exponentials if count)
+        # From one wait to the next, with no product in between: what stands ahead of the latter.
+        exponentials = [
+            part.rsplit("HGMMA", 1)[-1].count("MUFU.EX2")
+            for part in text.split("WARPGROUP.DEPBAR")[:-1]
+        ]
         scores = 64 * config_of(kernel)[2] // 128  # of a thread
-        assert ahead_of_a_wait >= 3 * scores // 4, (kernel, exponentials)
+        assert next(filter(None, exponentials)) >= 3 * scores // 4, (kernel, exponentials)
         seen += 1
     assert seen
 
@@ -190,11 +193,8 @@ def test_output_is_stored_16_bytes_at_a_time() -> None:
             continue
         rows, head_dim = 2, config_of(kernel)[0]  # of a thread
         widths = Counter(re.findall(r"\bSTG\.E(?:\.(\d+))?", text))
-        # And the log-sum-exp. The code stands there twice, for the last tile and for those before,
-        # unless nvcc made one of it.
-        copies = widths[""]
-        assert copies in (1, 2), kernel
-        assert widths == {"128": copies * rows * head_dim // 32, "": copies}, kernel
+        # And the log-sum-exp; all of it twice, for the last tile and for those before.
+        assert widths == {"128": 2 * rows * head_dim // 32, "": 2}, kernel
         seen += 1
     assert seen
 

@@ -502,6 +502,20 @@ SM90_FAULTS = [
         head_dim=96,
     ),
     of_sm90(
+        "tile told before the consumer is done with the one before",
+        f"{RACE}|{STUCK}|{WRONG}|{UNFINISHED}|{IN_USE}",
+        SM90_MAINLOOP,
+        "smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);  // it is done with the stage",
+        "",
+    ),
+    of_sm90(
+        "consumers not told of the end",
+        STUCK,
+        SM90_MAINLOOP,
+        "smem_.q_full[q_.stage][i].arrive();",
+        "",
+    ),
+    of_sm90(
         "turn of a skipped block not passed",
         STUCK,
         SM90_MAINLOOP,
@@ -512,8 +526,8 @@ SM90_FAULTS = [
         "Q of a consumer without rows kept",
         STUCK,
         SM90_MAINLOOP,
-        "hand_back(smem_.q_full[q_.stage][index_], smem_.q_empty[q_.stage][index_], q_);",
-        "",
+        "        release_queries();\n      }\n    }",
+        "      }\n    }",
     ),
     of_sm90(
         "O read before it is there",

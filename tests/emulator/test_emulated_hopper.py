@@ -126,7 +126,9 @@ def test_counts(hopper, head_dim):
     # The copy engine reads each element once, threads read none.
     assert counters.box_bytes == (m + 2 * n) * head_dim * 2
     assert counters.global_reads_16 == counters.global_reads == 0
-    assert counters.load.wavefronts == counters.store.wavefronts == 0
+    # The producer tells each consumer of the tile and of the end; its four warps read that.
+    consumers = tile["block_m"] // 64
+    assert (counters.store.wavefronts, counters.load.wavefronts) == (2 * consumers, 8 * consumers)
     # 16 deep each: along the head for S, along the keys for O.
     assert counters.products == m // 16 * (key_blocks * head_dim // 16 + n // 16)
     # g++ makes four stores of one of 16 bytes.
@@ -181,3 +183,15 @@ def test_blocks_have_equal_work(hopper, head_dim, len_q, multiprocessors, is_cau
     work.index_add_(0, dealt[:, 0], costs[dealt[:, 1]])
     at_best = math.ceil(len(dealt) / multiprocessors) / (len(dealt) / multiprocessors)
     assert work.max() <= 1.08 * max(1, at_best) * work.mean()
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("len_q, len_k", [(1, 4096), (300, 4096), (256, 16384), (4000, 100)])
+def test_each_tile_has_one_block(hopper, len_q, len_k, is_causal):
+    for multiprocessors in (1, 7, 132):
+        dealt = hopper[BF16].deal_sm90(3, 11, len_q, len_k, 128, is_causal, 128, multiprocessors)
+        assert len(dealt[:, 1:].unique(dim=0)) == len(dealt)
+        assert dealt.min() >= 0
+        assert torch.equal(
+            dealt.max(dim=0).values[1:] + 1, torch.tensor([math.ceil(len_q / 128), 11, 3])
+        )

@@ -31,20 +31,17 @@ struct FwdKernel {
     }
     platform::sync_block();  // the barriers are there, for all threads
 
-    Schedule::Tiles tiles(platform::block_index());
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::give_back_registers<Traits::kConfig.producer_registers()>();
       if (hopper::is_first_thread()) {
         typename Mainloop::Producer producer(arguments, smem);
-        for (int i; arguments.schedule.has(i = tiles.next(arguments.schedule));) {
-          producer.load_tile(arguments.schedule.tile(i));
-        }
+        producer.run(Schedule::Tiles(platform::block_index()));
       }
     } else {
       hopper::take_registers<Traits::kConfig.consumer_registers()>();
       typename Mainloop::Consumer consumer(arguments, smem, warpgroup - 1);
-      consumer.run(tiles, [&](int index, auto& softmax, auto& tOrO) {
+      consumer.run([&](int index, auto& softmax, auto& tOrO) {
         using namespace cute;
         const TileCoord tile = arguments.schedule.tile(platform::computed_here(index));
         const int row0 = tile.m_block * Traits::kBlockM + (warpgroup - 1) * Traits::kRows;

@@ -40,10 +40,10 @@ struct FwdMainloop {
   static constexpr int kConsumers = Traits::kConsumers;
   static constexpr bool kInTurns = Traits::kConfig.in_turns;
   static constexpr int kWarps = hopper::kWarpgroup / 32;
+  static constexpr int kNoTile = -1;  // in place of a tile's index, after the last
 
   using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
   using Ring = RingPosition<Traits::kStages>;
-  using Tiles = Schedule::Tiles;
   using QRing = RingPosition<Traits::kQStages>;
 
   static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
@@ -79,15 +79,26 @@ struct FwdMainloop {
     CUTE_DEVICE Producer(const Arguments& arguments, SharedMemory& smem)
         : arguments_(arguments), smem_(smem) {}
 
-    CUTE_DEVICE void load_tile(TileCoord tile) {
+    // Loads what the consumers need for the block's tiles, and tells them which these are.
+    CUTE_DEVICE void run(Schedule::Tiles tiles) {
+      for (int i; arguments_.schedule.has(i = tiles.next(arguments_.schedule));) load_tile(i);
+      for (int i = 0; i < kConsumers; ++i) {
+        announce(i, kNoTile);
+        smem_.q_full[q_.stage][i].arrive();
+      }
+    }
+
+   private:
+    CUTE_DEVICE void load_tile(int index) {
       const FwdParams& params = arguments_.params;
+      const TileCoord tile = arguments_.schedule.tile(index);
       const int row0 = tile.m_block * kBlockM;
       const BlockRange blocks = blocks_of(arguments_, tile);
       // In the order in which the consumers need them: K, Q; the next K before V.
       load_keys(tile, blocks.end - 1);
       CUTE_UNROLL
       for (int i = 0; i < kConsumers; ++i) {
-        smem_.q_empty[q_.stage][i].wait(q_.parity ^ 1);  // that consumer is done with the stage
+        announce(i, index);
         smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);
         load_rows<Traits::kRows>(
             arguments_.q, params.q, smem_.q[q_.stage][i], smem_.q_full[q_.stage][i],
@@ -100,7 +111,11 @@ struct FwdMainloop {
       }
     }
 
-   private:
+    CUTE_DEVICE void announce(int consumer, int index) {
+      smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);  // it is done with the stage
+      smem_.tile[q_.stage][consumer] = index;
+    }
+
     CUTE_DEVICE void load_keys(TileCoord tile, int n_block) {
       load_block(arguments_.k, arguments_.params.k, smem_.k, smem_.k_full, smem_.k_empty, k_, tile,
                  n_block);
@@ -150,24 +165,25 @@ struct FwdMainloop {
       if (kInTurns && index == kConsumers - 1) pass_turn();
     }
 
-    // Works off the block's tiles. `finish(index, softmax, tOrO)` takes the result of a tile of the
-    // schedule: the weighted sum of V, ((2, 2, kHeadDimV / 8), 1, 1), and its statistics.
+    // Works off the tiles that the producer loads. `finish(index, softmax, tOrO)` takes the result
+    // of a tile of the schedule: the weighted sum of V, ((2, 2, kHeadDimV / 8), 1, 1), and its
+    // statistics.
     template <class Finish>
-    CUTE_DEVICE void run(Tiles tiles, Finish&& finish) {
+    CUTE_DEVICE void run(Finish&& finish) {
       using namespace cute;
       auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
       auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
       Softmax softmax(arguments_.params);
       Work work;
-      if (!next(tiles, work)) return;
+      if (!next(work)) return;
       multiply_first_keys(work, tSrS);
       finish_keys<0>(tSrS);
       while (true) {
         attend(work, tSrS, softmax, tOrO);
         const int done = work.index;
-        if (!next(tiles, work)) return finish(done, softmax, tOrO);
-        // The end of a tile is written under the first product of the next. (No branch in between:
-        // ptxas would have that product waited for at once.)
+        if (!next(work)) return finish(done, softmax, tOrO);
+        // A tile is ended under the first product of the next. ptxas moves the wait for that ahead
+        // of the stores of O, but not ahead of what comes before.
         multiply_first_keys(work, tSrS);
         finish(done, softmax, tOrO);
         finish_keys<0>(tSrS);
@@ -184,8 +200,11 @@ struct FwdMainloop {
     };
 
     // The next tile in which this consumer has rows.
-    CUTE_DEVICE bool next(Tiles& tiles, Work& work) {
-      while (arguments_.schedule.has(work.index = tiles.next(arguments_.schedule))) {
+    CUTE_DEVICE bool next(Work& work) {
+      while (true) {
+        smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
+        work.index = smem_.tile[q_.stage][index_];
+        if (work.index == kNoTile) return false;
         const TileCoord tile = arguments_.schedule.tile(work.index);
         const Sequence sequence(arguments_.params);
         const Mask<kMask> mask(arguments_.params, sequence, arguments_.rows);
@@ -202,9 +221,8 @@ struct FwdMainloop {
           return true;
         }
         skip_blocks(work.blocks.end - work.blocks.begin);
-        hand_back(smem_.q_full[q_.stage][index_], smem_.q_empty[q_.stage][index_], q_);
+        release_queries();
       }
-      return false;
     }
 
     // Blocks that this consumer has no use for; its turns pass all the same.
@@ -219,11 +237,10 @@ struct FwdMainloop {
     }
 
     // A stage that the warp has no use for, once it is this round's. A lane that looked only after
-    // that might find the stage two rounds on, which by its parity is none; elsewhere it is the
-    // product that all lanes come to.
-    template <class Position>
+    // it was handed back might find it two phases on, which by parity is none; elsewhere lanes meet
+    // at the product before.
     static CUTE_DEVICE void hand_back(hopper::Barrier& full, hopper::Barrier& empty,
-                                      Position& position) {
+                                      Ring& position) {
       full.wait(position.parity);
       hopper::sync_warp();
       release(empty);
@@ -233,8 +250,7 @@ struct FwdMainloop {
     template <class Scores>
     CUTE_DEVICE void multiply_first_keys(const Work& work, Scores& tSrS) {
       skip_blocks(work.skipped);
-      smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
-      smem_.k_full[k_.stage].wait(k_.parity);          // K has arrived
+      smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
       wait_turn();
       multiply_keys(tSrS);
       pass_turn();

@@ -17,28 +17,30 @@ namespace flash_cute::sm90 {
 // stay in L2 together; within a section from the last query rows to the first, so that under a
 // causal mask the long tiles come before the short ones.
 //
-// A section is dealt out in rounds, of which every other runs backwards over the blocks: who had
-// the longer tile has the shorter one next. Each section begins anew and with another block, so
-// that its last round, in which there is not a tile for everybody, favours others each time.
+// Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
+// longer tile has the shorter one next. Each section of some length begins anew and with another
+// block, so that its last round, in which there is not a tile for everybody, favours others.
 class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& rows, MaskKind mask, int block_m,
                        int multiprocessors) {
-    constexpr int64_t kSectionBytes = 16 << 20;  // of 50 MB L2, unless that is less than two rounds
+    constexpr int64_t kSectionBytes = 32 << 20;  // of 50 MB L2
     const int m_blocks = (rows.count(params.len_q) + block_m - 1) / block_m;
     const int heads = rows.heads() * params.batch;
     const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
-    const int64_t heads_in_l2 = kSectionBytes / head_bytes * rows.heads_per_kv_head();
-    const int64_t heads_of_two_rounds = (2 * multiprocessors + m_blocks / 2) / m_blocks;
     // Equal tiles need no order but that of memory.
     const bool equal = mask == MaskKind::kFull && rows.count(params.len_q) % block_m == 0;
-    const int section = equal ? 1
-                              : static_cast<int>(std::clamp<int64_t>(
-                                    std::max(heads_in_l2, heads_of_two_rounds), 1, heads));
+    const int section = equal
+                            ? 1
+                            : static_cast<int>(std::clamp<int64_t>(
+                                  kSectionBytes / head_bytes * rows.heads_per_kv_head(), 1, heads));
+    // A section of much less than two rounds, dealt out anew, would leave blocks without a tile.
+    const int64_t section_tiles = int64_t{section} * m_blocks;
+    const bool anew = !equal && 3 * section_tiles >= 4 * int64_t{multiprocessors};
     Schedule s;
     s.tiles_ = m_blocks * heads;
     s.blocks_ = std::min(s.tiles_, multiprocessors);
-    s.dealt_together_ = equal ? s.tiles_ : section * m_blocks;
+    s.dealt_together_ = anew ? section * m_blocks : s.tiles_;
     s.m_blocks_ = m_blocks;
     s.full_sections_ = heads / section;
     s.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
@@ -69,7 +71,7 @@ class Schedule {
           first_ += section_tiles;
           dealt_ = 0;
           is_backward_ = false;
-          place_ += blocks * 5 / 8;  // the golden section: its multiples spread over all places
+          place_ += blocks * 5 / 8;  // about the golden section, whose multiples spread widely
           if (place_ >= blocks) place_ -= blocks;
         }
         if (exists) return static_cast<int>(index);

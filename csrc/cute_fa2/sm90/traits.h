@@ -67,6 +67,7 @@ struct FwdTraits {
     alignas(1024) Element q[kQStages][kConsumers][kRows * kHeadDim];
     alignas(1024) Element k[kStages][kBlockN * kHeadDim];
     alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
+    int tile[kQStages][kConsumers];  // of the schedule, whose rows are in q
     hopper::Barrier q_full[kQStages][kConsumers];
     hopper::Barrier q_empty[kQStages][kConsumers];
     hopper::Barrier k_full[kStages];
