@@ -160,7 +160,7 @@ FAULTS = [
     Fault(
         "output not rescaled",
         WRONG,
-        [(SOFTMAX, "out(r, c) *= rescale_[kSkipped + r];", "out(r, c) *= 1.f;")],
+        [(SOFTMAX, "out(r, c) *= rescale_[kSkippedRows + r];", "out(r, c) *= 1.f;")],
     ),
     Fault(
         "swizzle dropped where O is read",
@@ -380,8 +380,9 @@ SM90_FAULTS = [
         "K not waited for",
         f"{RACE}|{UNFINISHED}",
         SM90_MAINLOOP,
-        "smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived",
-        "",
+        "skip_blocks(work.skipped);\n"
+        "      smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived",
+        "skip_blocks(work.skipped);",
     ),
     of_sm90(
         "V not waited for",
@@ -392,7 +393,7 @@ SM90_FAULTS = [
     ),
     of_sm90(
         "Q not waited for",
-        f"{RACE}|{UNFINISHED}",
+        f"{RACE}|{UNFINISHED}|{UNWRITTEN}",
         SM90_MAINLOOP,
         "smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived",
         "",
@@ -502,11 +503,29 @@ SM90_FAULTS = [
         head_dim=96,
     ),
     of_sm90(
-        "tile told before the consumer is done with the one before",
-        f"{RACE}|{STUCK}|{WRONG}|{UNFINISHED}|{IN_USE}",
+        "fewer bytes of Q expected than come",
+        f"{RACE}|{UNFINISHED}|{STUCK}",
         SM90_MAINLOOP,
-        "smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);  // it is done with the stage",
-        "",
+        "arrive_and_expect(sizeof smem_.q[0][0]);",
+        "arrive_and_expect(sizeof smem_.q[0][0] / 2);",
+    ),
+    of_sm90(
+        "tile told before the consumer is done with the one before",
+        RACE,
+        SM90_MAINLOOP,
+        "smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);",
+        "smem_.tile[q_.stage][consumer] = index;\n"
+        "      smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);",
+    ),
+    of_sm90(
+        "tile told after Q may have arrived",
+        f"{RACE}|{UNWRITTEN}",
+        SM90_MAINLOOP,
+        "        announce(i, index);\n"
+        "        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);",
+        "        smem_.q_empty[q_.stage][i].wait(q_.parity ^ 1);\n"
+        "        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);\n"
+        "        announce(i, index);",
     ),
     of_sm90(
         "consumers not told of the end",
