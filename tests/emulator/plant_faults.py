@@ -662,7 +662,13 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
 def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
     # Several tiles for each of few blocks, so that the rings go round.
     for seed, (heads, heads_kv, len_q, len_k, scale) in enumerate(
-        [(2, 1, 300, 500, None), (3, 3, 200, 70, None), (4, 1, 20, 300, None), (1, 1, 50, 500, 3.0)]
+        [
+            (2, 1, 300, 500, None),
+            (3, 3, 200, 70, None),
+            (4, 1, 20, 300, None),
+            (4, 2, 129, 193, None),
+            (1, 1, 50, 500, 3.0),
+        ]
     ):
         q, k, v = random_inputs(
             2, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
