@@ -163,7 +163,7 @@ def test_registers_within_the_budget(
 
 def test_softmax_stands_under_a_product() -> None:
     """ptxas may move a wait for products ahead of the softmax, which then no longer runs beside
-    them. About a fifth of the exponentials it does leave behind."""
+    them."""
     if "sm_90a" not in ARCHS:
         pytest.skip("this build has no sm_90a")
     seen = 0
@@ -177,7 +177,7 @@ def test_softmax_stands_under_a_product() -> None:
             for part in text.split("WARPGROUP.DEPBAR")[:-1]
         ]
         scores = 64 * config_of(kernel)[2] // 128  # of a thread
-        assert next(filter(None, exponentials)) >= 3 * scores // 4, (kernel, exponentials)
+        assert next(filter(None, exponentials)) >= scores, (kernel, exponentials)
         seen += 1
     assert seen
 
@@ -195,6 +195,11 @@ def test_output_is_stored_16_bytes_at_a_time() -> None:
         widths = Counter(re.findall(r"\bSTG\.E(?:\.(\d+))?", text))
         # And the log-sum-exp; all of it twice, for the last tile and for those before.
         assert widths == {"128": 2 * rows * head_dim // 32, "": 2}, kernel
+        # Those before are stored under the first product of the next tile, ahead of the wait for
+        # it, which is at the head of the loop.
+        before_stores, *_ = re.split(r"\bSTG\b", text)
+        first_product = before_stores.rindex("HGMMA")
+        assert "WARPGROUP.DEPBAR" not in text[first_product:], kernel
         seen += 1
     assert seen
 

@@ -99,7 +99,7 @@ struct FwdSm90Config {
   constexpr int consumer_registers() const {
     return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
   }
-  // Q, K and V tiles of 2-byte elements, and 1 KB for barriers.
+  // Q, K and V tiles of 2-byte elements, and 1 KB for barriers and the indices of tiles.
   constexpr int smem_bytes() const {
     return (block_m() * q_stages + 2 * stages * block_n) * head_dim * 2 + 1024;
   }

@@ -153,18 +153,21 @@ class Emulator:
         self,
         batch: int,
         heads: int,
+        heads_kv: int,
         len_q: int,
         len_k: int,
         head_dim: int,
-        is_banded: bool,
+        is_causal: bool,
         block_m: int,
         multiprocessors: int,
     ) -> Tensor:
         """The tiles of the SM90 kernels' thread blocks: rows of (block, m_block, head, batch)."""
         tiles = math.ceil(len_q / block_m) * heads * batch
         dealt = torch.full((2 * tiles, 4), -1, dtype=torch.int32)  # room to be wrong
-        numbers = batch, heads, len_q, len_k, head_dim, is_banded, block_m, multiprocessors
-        count = self._library.deal_sm90(*numbers, ctypes.c_void_p(dealt.data_ptr()))
+        numbers = batch, heads, heads_kv, len_q, len_k, head_dim, is_causal, block_m
+        count = self._library.deal_sm90(
+            *numbers, multiprocessors, ctypes.c_void_p(dealt.data_ptr())
+        )
         assert count == tiles
         return dealt[:tiles]
 

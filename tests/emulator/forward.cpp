@@ -64,21 +64,22 @@ __attribute__((visibility("default"))) const char* describe_build() {
   return description.c_str();
 }
 
-// Which thread blocks of the SM90 kernels get which tiles, of `block_m` rows of heads of their own.
-// For each of `multiprocessors` blocks its tiles go to `tiles`, one after the other, as (block,
-// m_block, head, batch); returns how many there are.
-__attribute__((visibility("default"))) int64_t deal_sm90(int batch, int heads, int len_q, int len_k,
-                                                         int head_dim, int is_banded, int block_m,
+// Which thread blocks of the SM90 kernels get which tiles, of `block_m` rows. For each of
+// `multiprocessors` blocks its tiles go to `tiles`, one after the other, as (block, m_block, head,
+// batch); returns how many there are.
+__attribute__((visibility("default"))) int64_t deal_sm90(int batch, int heads, int heads_kv,
+                                                         int len_q, int len_k, int head_dim,
+                                                         int is_causal, int block_m,
                                                          int multiprocessors, int32_t* tiles) {
   FwdParams params{};
   params.batch = batch;
   params.heads_q = heads;
-  params.heads_per_kv_head = 1;
+  params.heads_per_kv_head = heads / heads_kv;
   params.len_q = len_q;
   params.len_k = len_k;
   params.head_dim = head_dim;
-  const auto schedule = sm90::Schedule::make(params, QueryRows::make(params, block_m),
-                                             is_banded ? MaskKind::kBanded : MaskKind::kFull,
+  const MaskKind mask = set_band(params, -1, is_causal ? 0 : -1, len_k - len_q);
+  const auto schedule = sm90::Schedule::make(params, QueryRows::make(params, block_m), mask,
                                              block_m, multiprocessors);
   int64_t count = 0;
   for (int block = 0; block < schedule.blocks(); ++block) {

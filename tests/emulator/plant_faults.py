@@ -460,6 +460,13 @@ SM90_FAULTS = [
         "finish_keys<2>(tSrS);",
     ),
     of_sm90(
+        "first scores read before they are there",
+        UNFINISHED,
+        SM90_MAINLOOP,
+        "finish_keys<0>(tSrS);",
+        "finish_keys<1>(tSrS);",
+    ),
+    of_sm90(
         "P written while the product reads it",
         UNFINISHED,
         SM90_MAINLOOP,

@@ -129,6 +129,15 @@ class OnlineSoftmax {
     }
   }
 
+  // True. Asks for all weights so far, so that they are computed ahead of a branch that asks this:
+  // ptxas moves what is not needed for a branch behind it.
+  CUTE_DEVICE bool has_weighed() const {
+    float least = sum_[0];
+    CUTE_UNROLL
+    for (int r = 1; r < kRows; ++r) least = fminf(least, sum_[r]);
+    return platform::any_in_warp(!(least < 0.f));
+  }
+
   // Divides `out` by the rows' sums. A row without a key has a sum of 0 and gets out = 0.
   template <class Out, class Holders = RowsOfQuads>
   CUTE_DEVICE void finish(Out& out, const Holders& holders = {}) {

@@ -177,16 +177,14 @@ struct FwdMainloop {
       Work work;
       if (!next(work)) return;
       multiply_first_keys(work, tSrS);
-      finish_keys<0>(tSrS);
       while (true) {
+        finish_keys<0>(tSrS);
         attend(work, tSrS, softmax, tOrO);
         const int done = work.index;
         if (!next(work)) return finish(done, softmax, tOrO);
-        // A tile is ended under the first product of the next. ptxas moves the wait for that ahead
-        // of the stores of O, but not ahead of what comes before.
+        // A tile is ended under the first product of the next.
         multiply_first_keys(work, tSrS);
         finish(done, softmax, tOrO);
-        finish_keys<0>(tSrS);
       }
     }
 
@@ -285,9 +283,9 @@ struct FwdMainloop {
         softmax.weigh(scores);
         // All of this runs under the product of the block before with V, if it stands before the
         // wait in the machine code as well: ptxas moves a wait ahead of arithmetic, but not ahead
-        // of a branch, for which the last use of Q may as well be told here.
+        // of a branch that asks for it. That may as well be the one that tells the last use of Q.
         warpgroup_fence_operand(tSrS);
-        if (n_block == work.blocks.begin) release_queries();
+        if (softmax.has_weighed() && n_block == work.blocks.begin) release_queries();
         hopper::wait_products<0>();
         warpgroup_fence_operand(tOrO);
         if (is_multiplying) release_values();

@@ -49,12 +49,25 @@ class Barrier {
 
  public:
   CUTE_DEVICE void init(int arrivals) { Impl::init(&state_, arrivals); }
-  CUTE_DEVICE void arrive() { Impl::arrive(&state_); }
-  CUTE_DEVICE void arrive_and_expect(int bytes) { Impl::arrive_and_expect_tx(&state_, bytes); }
-  CUTE_DEVICE void wait(uint32_t parity) { Impl::wait(&state_, parity); }
+  CUTE_DEVICE void arrive() {
+    order_memory();
+    Impl::arrive(&state_);
+  }
+  CUTE_DEVICE void arrive_and_expect(int bytes) {
+    order_memory();
+    Impl::arrive_and_expect_tx(&state_, bytes);
+  }
+  CUTE_DEVICE void wait(uint32_t parity) {
+    Impl::wait(&state_, parity);
+    order_memory();
+  }
   CUTE_DEVICE uint64_t* state() { return &state_; }
 
  private:
+  // What was written before an arrival is there after the wait. The instructions say so; CUTLASS
+  // does not tell the compiler, which must not move plain accesses across either.
+  CUTE_DEVICE static void order_memory() { asm volatile("" ::: "memory"); }
+
   uint64_t state_;
 };
 

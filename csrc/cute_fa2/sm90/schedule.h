@@ -15,7 +15,8 @@ namespace flash_cute::sm90 {
 
 // Tiles are numbered section by section, a section being some (batch, head) pairs whose K and V
 // stay in L2 together; within a section from the last query rows to the first, so that under a
-// causal mask the long tiles come before the short ones.
+// causal mask the long tiles come before the short ones. The last tile of a head, which may lack
+// rows, stands where its work puts it.
 //
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
 // longer tile has the shorter one next. Each section of some length begins anew and with another
@@ -24,16 +25,39 @@ class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& rows, MaskKind mask, int block_m,
                        int multiprocessors) {
+    constexpr int kConsumerRows = 64;
     constexpr int64_t kSectionBytes = 32 << 20;  // of 50 MB L2
-    const int m_blocks = (rows.count(params.len_q) + block_m - 1) / block_m;
+    const int row_count = rows.count(params.len_q);
+    const int m_blocks = (row_count + block_m - 1) / block_m;
     const int heads = rows.heads() * params.batch;
-    const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
+
+    // Rows by keys of a tile, as if it had `tile_rows`.
+    const auto work = [&](int m_block, int64_t tile_rows) {
+      const int first = m_block * block_m, last = std::min(first + block_m, row_count) - 1;
+      const int begin = std::max(0, first / rows.rows_of_query() + params.band_begin);
+      const int end = std::min(params.len_k, last / rows.rows_of_query() + params.band_end);
+      return tile_rows * (mask == MaskKind::kFull ? params.len_k : std::max(0, end - begin));
+    };
+    // A consumer with few rows works as long as one with all of its own; one without any waits for
+    // the others, who alone take more than half of a whole tile's time.
+    const int last_consumers =
+        (row_count - (m_blocks - 1) * block_m + kConsumerRows - 1) / kConsumerRows;
+    const int last_rows = std::max(last_consumers * kConsumerRows, block_m * 3 / 5);
+    const int64_t last_work = work(m_blocks - 1, last_rows);
+    int before_last = 0;
+    while (before_last < m_blocks - 1 && work(m_blocks - 2 - before_last, block_m) > last_work) {
+      ++before_last;
+    }
+
     // Equal tiles need no order but that of memory.
-    const bool equal = mask == MaskKind::kFull && rows.count(params.len_q) % block_m == 0;
-    const int section = equal
-                            ? 1
-                            : static_cast<int>(std::clamp<int64_t>(
-                                  kSectionBytes / head_bytes * rows.heads_per_kv_head(), 1, heads));
+    const bool equal = mask == MaskKind::kFull && last_rows == block_m;
+    // Sections of as many K and V heads each, as nearly as can be.
+    const int kv_heads = heads / rows.heads_per_kv_head();
+    const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
+    const int in_l2 =
+        static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, kv_heads));
+    const int sections = (kv_heads + in_l2 - 1) / in_l2;
+    const int section = equal ? 1 : (kv_heads + sections - 1) / sections * rows.heads_per_kv_head();
     // A section of much less than two rounds, dealt out anew, would leave blocks without a tile.
     const int64_t section_tiles = int64_t{section} * m_blocks;
     const bool anew = !equal && 3 * section_tiles >= 4 * int64_t{multiprocessors};
@@ -42,6 +66,7 @@ class Schedule {
     s.blocks_ = std::min(s.tiles_, multiprocessors);
     s.dealt_together_ = anew ? section * m_blocks : s.tiles_;
     s.m_blocks_ = m_blocks;
+    s.before_last_ = before_last;
     s.full_sections_ = heads / section;
     s.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
     s.section_ = cutlass::FastDivmod(section);
@@ -95,7 +120,10 @@ class Schedule {
     section_tiles_(section, in_section, index);
     (section < full_sections_ ? section_ : last_section_)(m, head_in_section, in_section);
     heads_(batch, head, section * section_.divisor + head_in_section);
-    return {m_blocks_ - 1 - m, head, batch};
+    const int m_block = m < before_last_    ? m_blocks_ - 2 - m
+                        : m == before_last_ ? m_blocks_ - 1
+                                            : m_blocks_ - 1 - m;
+    return {m_block, head, batch};
   }
 
  private:
@@ -103,6 +131,7 @@ class Schedule {
   int blocks_;
   int dealt_together_;  // tiles: those of a section, or all
   int m_blocks_;
+  int before_last_;  // tiles of a head that come before its last
   int full_sections_;
   cutlass::FastDivmod section_tiles_;
   cutlass::FastDivmod section_;       // heads of a section
