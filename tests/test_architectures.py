@@ -97,10 +97,17 @@ def one_row(x):
     return x[:, :, :1].expand(x.shape)
 
 
+def overlapping_rows(x):
+    """Each begins 16 bytes after the one before."""
+    return x.as_strided(x.shape, (*x.stride()[:2], 8, 1))
+
+
 NOT_FOR_SM90 = {
     "expanded q": (lambda q, k, v: (one_row(q), k, v), None, "expanded"),
     "expanded k": (lambda q, k, v: (q, one_row(k), v), None, "expanded"),
     "expanded v": (lambda q, k, v: (q, k, one_row(v)), None, "expanded"),
+    "overlapping q": (lambda q, k, v: (overlapping_rows(q), k, v), None, "overlap"),
+    "overlapping k": (lambda q, k, v: (q, overlapping_rows(k), v), None, "overlap"),
     "no keys": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), None, "no keys"),
     "scale 0": (lambda *qkv: qkv, 0.0, "softmax_scale is not above 0"),
     "scale below 0": (lambda *qkv: qkv, -0.1, "softmax_scale is not above 0"),

@@ -28,12 +28,14 @@ int built_for(int head_dim) {
 
 bool is_built(int head_dim) { return built_for(head_dim) == head_dim; }
 
-// Why a tensor map cannot describe `view`, or nullptr. That its strides are multiples of 16 bytes
-// is known.
-const char* why_no_tensor_map(const TensorView<const void*>& view, int rows) {
+// Why a tensor map cannot describe `view`, a (batch, heads, rows, head_dim) tensor, or nullptr.
+// That its strides are multiples of 16 bytes is known.
+const char* why_no_tensor_map(const TensorView<const void*>& view, int heads, int rows,
+                              int head_dim) {
   constexpr int64_t kMaxStride = (int64_t{1} << 40) / 2;  // elements
-  if (view.stride_row == 0 && rows > 1) return "the rows of q, k or v are expanded (stride 0)";
-  if (std::max({view.stride_row, view.stride_head, view.stride_batch}) >= kMaxStride) {
+  if (view.stride_row < head_dim && rows > 1)
+    return "the rows of q, k or v overlap or are expanded";
+  if (std::max({view.stride_row, view.stride_head * heads, view.stride_batch}) >= kMaxStride) {
     return "a stride of q, k or v is 2^40 bytes or more";
   }
   return nullptr;
@@ -44,9 +46,11 @@ const char* why_sm90_cannot_read(const FwdParams& params) {
   if (params.len_k == 0) return "there are no keys";
   if (params.q_factor != 1.f) return "softmax_scale is not above 0";
   if (params.subtract_max_first) return "softmax_scale is too large";
-  if (const char* reason = why_no_tensor_map(params.q, params.len_q)) return reason;
-  if (const char* reason = why_no_tensor_map(params.k, params.len_k)) return reason;
-  return why_no_tensor_map(params.v, params.len_k);
+  const int heads_kv = params.heads_q / params.heads_per_kv_head, head_dim = params.head_dim;
+  const char* reason = why_no_tensor_map(params.q, params.heads_q, params.len_q, head_dim);
+  if (!reason) reason = why_no_tensor_map(params.k, heads_kv, params.len_k, head_dim);
+  if (!reason) reason = why_no_tensor_map(params.v, heads_kv, params.len_k, head_dim);
+  return reason;
 }
 
 // Why the SM90 kernels cannot serve the call on `device`, or nullptr.

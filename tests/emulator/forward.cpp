@@ -1,5 +1,6 @@
 // The forward as Python calls it (emulator.py has the same structs): the project's own dispatch, on
 // what it asks of CUDA.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstring>
@@ -26,7 +27,13 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned int,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-  *function = std::strcmp(name, "cuTensorMapEncodeTiled") ? nullptr : emulator::encode_tensor_map();
+  const auto get_current = +[](CUcontext* context) {
+    *context = nullptr;
+    return CUDA_SUCCESS;
+  };
+  *function = !std::strcmp(name, "cuTensorMapEncodeTiled") ? emulator::encode_tensor_map()
+              : !std::strcmp(name, "cuCtxGetCurrent")      ? reinterpret_cast<void*>(get_current)
+                                                           : nullptr;
   *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }

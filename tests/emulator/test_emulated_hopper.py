@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from cases import check
+from emulator import EmulationError
 from support import BANDS, HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -115,6 +116,16 @@ def test_keys_beyond_2_to_the_31_elements(hopper):
     q, k_values, v_values = random_inputs(1, 1, 40, 64, len_k=rows, dtype=BF16)
     storage[:, :64], storage[:, 64:128] = k_values[0, 0], v_values[0, 0]
     check(hopper[BF16], q, storage[None, None, :, :64], storage[None, None, :, 64:128], True)
+
+
+@pytest.mark.parametrize("stride", [0, 8, 56])
+@pytest.mark.parametrize("which", range(3))
+def test_rows_that_overlap_are_left_to_sm80(hopper, which, stride):
+    inputs = list(random_inputs(1, 2, 100, 64, dtype=BF16))
+    x = inputs[which]
+    inputs[which] = x.as_strided(x.shape, (*x.stride()[:2], stride, 1))
+    with pytest.raises(EmulationError, match="arch is 90, but .* rows of q, k or v overlap"):
+        check(hopper[BF16], *inputs)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])

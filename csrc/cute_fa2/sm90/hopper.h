@@ -71,7 +71,7 @@ class Barrier {
   uint64_t state_;
 };
 
-// Makes initialised barriers known to the copy engine; a __syncthreads does so for the threads.
+// Before a __syncthreads, after which all threads and copies may use the initialised barriers.
 CUTE_DEVICE void publish_barriers() { cutlass::arch::fence_barrier_init(); }
 
 // A box of a tensor to shared memory, in one thread's name. What lies outside of the tensor becomes

@@ -23,9 +23,7 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
   // A consumer's rows are one box, in which an expanded dimension cannot be.
   const QueryRows rows =
       QueryRows::make(params, Traits::kBlockM, params.q.stride_head != 0 ? Traits::kRows : 1);
-  // The driver's own functions need the device's context. The runtime's bind it to a new thread by
-  // themselves, but none may have been called there yet.
-  check_cuda(cudaSetDevice(device));
+  bind_context(device);
   const int heads_kv = params.heads_q / params.heads_per_kv_head;
   auto map_keys = [&](const TensorView<const void*>& view) {
     return make_tensor_map(view, dtype, params.batch, heads_kv, 1, params.len_k, params.head_dim, 1,

@@ -12,24 +12,30 @@
 
 namespace flash_cute::sm90 {
 
-// The driver's function, asked for by name, so that nothing links to libcuda.
-inline decltype(&cuTensorMapEncodeTiled) encode_tiled() {
-  static const auto function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result;
+// A function of the driver, asked for by name, so that nothing links to libcuda.
+template <class Function>
+Function* driver_function(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                                cudaEnableDefault, &result));
+  check_cuda(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result));
 #else
-    check_cuda(
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result));
+  check_cuda(cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result));
 #endif
-    if (result != cudaDriverEntryPointSuccess || found == nullptr) {
-      throw std::runtime_error("flash_cute: the NVIDIA driver has no cuTensorMapEncodeTiled");
-    }
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-  }();
-  return function;
+  if (result != cudaDriverEntryPointSuccess || found == nullptr) {
+    throw std::runtime_error(std::string("flash_cute: the NVIDIA driver has no ") + name);
+  }
+  return reinterpret_cast<Function*>(found);
+}
+
+// The driver's functions need a context. The runtime's bind that of the device to a new thread by
+// themselves, but none may have been called there yet. Another that the caller has bound stays.
+inline void bind_context(int device) {
+  static const auto get_current = driver_function<decltype(cuCtxGetCurrent)>("cuCtxGetCurrent");
+  CUcontext context = nullptr;
+  if (get_current(&context) != CUDA_SUCCESS || context == nullptr) {
+    check_cuda(cudaSetDevice(device));
+  }
 }
 
 // Boxes of `box_rows` rows and a strip of the columns of a (batch, heads, rows, head_dim) tensor of
@@ -58,8 +64,10 @@ inline CUtensorMap make_tensor_map(const TensorView<const void*>& view, DType dt
     box[i] = box_size;
   }
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  static const auto encode =
+      driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   CUtensorMap map;
-  const CUresult result = encode_tiled()(
+  const CUresult result = encode(
       &map,
       dtype == DType::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
       const_cast<void*>(view.data), sizes, strides + 1, box, element_strides,
