@@ -124,7 +124,7 @@ def test_rows_that_overlap_are_left_to_sm80(hopper, which, stride):
     inputs = list(random_inputs(1, 2, 100, 64, dtype=BF16))
     x = inputs[which]
     inputs[which] = x.as_strided(x.shape, (*x.stride()[:2], stride, 1))
-    with pytest.raises(EmulationError, match="arch is 90, but .* rows of q, k or v overlap"):
+    with pytest.raises(EmulationError, match=r"arch is 90, but .* rows of q, k or v overlap"):
         check(hopper[BF16], *inputs)
 
 
