@@ -108,6 +108,7 @@ NOT_FOR_SM90 = {
     "expanded v": (lambda q, k, v: (q, k, one_row(v)), None, "expanded"),
     "overlapping q": (lambda q, k, v: (overlapping_rows(q), k, v), None, "overlap"),
     "overlapping k": (lambda q, k, v: (q, overlapping_rows(k), v), None, "overlap"),
+    "overlapping v": (lambda q, k, v: (q, k, overlapping_rows(v)), None, "overlap"),
     "no keys": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), None, "no keys"),
     "scale 0": (lambda *qkv: qkv, 0.0, "softmax_scale is not above 0"),
     "scale below 0": (lambda *qkv: qkv, -0.1, "softmax_scale is not above 0"),

@@ -129,6 +129,13 @@ def test_products_are_not_serialized(opcodes: dict[str, Counter[str]]) -> None:
         assert counts["WARPGROUP"] < counts["HGMMA"] or "HMMA" in counts, kernel
 
 
+def test_warps_go_together(opcodes: dict[str, Counter[str]]) -> None:
+    """Where ptxas cannot tell that the lanes of a warp are together, it makes them meet, and has
+    what they have in common computed by each."""
+    for kernel, counts in opcodes.items():
+        assert not counts["WARPSYNC"] or "HMMA" in counts, kernel
+
+
 def test_no_division(arch: str) -> None:
     """Of integers: a chain of some 20 instructions, ahead of a tile's first load. It begins with a
     conversion to float that rounds up."""
@@ -162,8 +169,8 @@ def test_registers_within_the_budget(
 
 
 def test_softmax_stands_under_a_product() -> None:
-    """ptxas may move a wait for products ahead of the softmax, which then no longer runs beside
-    them."""
+    """All exponentials and additions of a step. ptxas may move a wait for products ahead of them,
+    which then no longer run beside it."""
     if "sm_90a" not in ARCHS:
         pytest.skip("this build has no sm_90a")
     seen = 0
@@ -172,12 +179,11 @@ def test_softmax_stands_under_a_product() -> None:
         if not is_kernel_of("sm_90a", kernel):
             continue
         # From one wait to the next, with no product in between: what stands ahead of the latter.
-        exponentials = [
-            part.rsplit("HGMMA", 1)[-1].count("MUFU.EX2")
-            for part in text.split("WARPGROUP.DEPBAR")[:-1]
-        ]
-        scores = 64 * config_of(kernel)[2] // 128  # of a thread
-        assert next(filter(None, exponentials)) >= scores, (kernel, exponentials)
+        parts = [part.rsplit("HGMMA", 1)[-1] for part in text.split("WARPGROUP.DEPBAR")[:-1]]
+        softmax = next(part for part in parts if "MUFU.EX2" in part)
+        rows, scores = 2, 64 * config_of(kernel)[2] // 128  # of a thread
+        assert softmax.count("MUFU.EX2") == scores + rows, kernel  # each row may rise
+        assert len(re.findall(r"\bFADD\b", softmax)) >= scores, kernel
         seen += 1
     assert seen
 
@@ -195,11 +201,10 @@ def test_output_is_stored_16_bytes_at_a_time() -> None:
         widths = Counter(re.findall(r"\bSTG\.E(?:\.(\d+))?", text))
         # And the log-sum-exp; all of it twice, for the last tile and for those before.
         assert widths == {"128": 2 * rows * head_dim // 32, "": 2}, kernel
-        # Those before are stored under the first product of the next tile, ahead of the wait for
-        # it, which is at the head of the loop.
-        before_stores, *_ = re.split(r"\bSTG\b", text)
-        first_product = before_stores.rindex("HGMMA")
-        assert "WARPGROUP.DEPBAR" not in text[first_product:], kernel
+        # Those before are stored under the first product of the next tile, which is the last in
+        # the text; the wait for it is at the head of the loop.
+        before, after = text.rsplit("HGMMA", 1)
+        assert "STG" not in before and "WARPGROUP.DEPBAR" not in after, kernel
         seen += 1
     assert seen
 

@@ -79,8 +79,8 @@ constexpr int select_fwd_sm80(int head_dim, int smem_limit) {
   return -1;
 }
 
-// One tile of the Hopper forward: `consumers` warpgroups of 128 threads hold 64 query rows each; a
-// producer warpgroup beside them loads.
+// One tile of the Hopper forward: `consumers` warpgroups of 128 threads hold kRows query rows each;
+// a producer warpgroup beside them loads.
 struct FwdSm90Config {
   int head_dim;   // bucket: serves head dims up to this one
   int consumers;  // warpgroups that compute
@@ -90,7 +90,9 @@ struct FwdSm90Config {
   bool in_turns;  // consumers issue their products in turns, so that one's softmax meets another's
                   // products
 
-  constexpr int block_m() const { return consumers * 64; }
+  static constexpr int kRows = 64;  // of a consumer: what a product of a warpgroup has
+
+  constexpr int block_m() const { return consumers * kRows; }
   constexpr int threads() const { return (consumers + 1) * 128; }
   // Registers of a thread: what ptxas may use (the register file over the threads, as the launch
   // gives them out), and what the warpgroups make of it once they know their roles.

@@ -33,8 +33,11 @@ bool is_built(int head_dim) { return built_for(head_dim) == head_dim; }
 const char* why_no_tensor_map(const TensorView<const void*>& view, int heads, int rows,
                               int head_dim) {
   constexpr int64_t kMaxStride = (int64_t{1} << 40) / 2;  // elements
-  if (view.stride_row < head_dim && rows > 1)
+  // Of such rows the driver's documentation does not say whether it takes them.
+  if (view.stride_row < head_dim && rows > 1) {
     return "the rows of q, k or v overlap or are expanded";
+  }
+  // Heads are two dimensions of a map, those of a group and the groups.
   if (std::max({view.stride_row, view.stride_head * heads, view.stride_batch}) >= kMaxStride) {
     return "a stride of q, k or v is 2^40 bytes or more";
   }

@@ -157,16 +157,23 @@ class Emulator:
         len_q: int,
         len_k: int,
         head_dim: int,
-        is_causal: bool,
         block_m: int,
         multiprocessors: int,
+        *,
+        window_left: int = -1,
+        window_right: int = -1,
     ) -> Tensor:
         """The tiles of the SM90 kernels' thread blocks: rows of (block, m_block, head, batch)."""
         tiles = math.ceil(len_q / block_m) * heads * batch
         dealt = torch.full((2 * tiles, 4), -1, dtype=torch.int32)  # room to be wrong
-        numbers = batch, heads, heads_kv, len_q, len_k, head_dim, is_causal, block_m
+        shape = batch, heads, heads_kv, len_q, len_k, head_dim
         count = self._library.deal_sm90(
-            *numbers, multiprocessors, ctypes.c_void_p(dealt.data_ptr())
+            *shape,
+            window_left,
+            window_right,
+            block_m,
+            multiprocessors,
+            ctypes.c_void_p(dealt.data_ptr()),
         )
         assert count == tiles
         return dealt[:tiles]

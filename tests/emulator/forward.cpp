@@ -76,8 +76,9 @@ __attribute__((visibility("default"))) const char* describe_build() {
 // batch); returns how many there are.
 __attribute__((visibility("default"))) int64_t deal_sm90(int batch, int heads, int heads_kv,
                                                          int len_q, int len_k, int head_dim,
-                                                         int is_causal, int block_m,
-                                                         int multiprocessors, int32_t* tiles) {
+                                                         int window_left, int window_right,
+                                                         int block_m, int multiprocessors,
+                                                         int32_t* tiles) {
   FwdParams params{};
   params.batch = batch;
   params.heads_q = heads;
@@ -85,7 +86,7 @@ __attribute__((visibility("default"))) int64_t deal_sm90(int batch, int heads, i
   params.len_q = len_q;
   params.len_k = len_k;
   params.head_dim = head_dim;
-  const MaskKind mask = set_band(params, -1, is_causal ? 0 : -1, len_k - len_q);
+  const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
   const auto schedule = sm90::Schedule::make(params, QueryRows::make(params, block_m), mask,
                                              block_m, multiprocessors);
   int64_t count = 0;

@@ -505,8 +505,8 @@ SM90_FAULTS = [
         "lanes do not look at a skipped stage together",
         STUCK,
         SM90_MAINLOOP,
-        "hopper::sync_warp();",
-        "",
+        "hopper::sync_warp();\n      release(empty);",
+        "release(empty);",
         head_dim=96,
     ),
     of_sm90(

@@ -20,16 +20,16 @@ struct BlockRange {
 template <MaskKind kKind>
 class Mask {
  public:
-  CUTE_DEVICE Mask(const FwdParams& params, Sequence sequence, const QueryRows& rows)
+  CUTE_HOST_DEVICE Mask(const FwdParams& params, Sequence sequence, const QueryRows& rows)
       : len_k_(sequence.len_k),
         band_begin_(params.band_begin),
         band_end_(params.band_end),
         rows_(rows) {}
 
-  CUTE_DEVICE int begin(int row) const {
+  CUTE_HOST_DEVICE int begin(int row) const {
     return kKind == MaskKind::kFull ? 0 : cute::max(0, rows_.query(row) + band_begin_);
   }
-  CUTE_DEVICE int end(int row) const {
+  CUTE_HOST_DEVICE int end(int row) const {
     return kKind == MaskKind::kFull ? len_k_ : cute::min(len_k_, rows_.query(row) + band_end_);
   }
 

@@ -12,7 +12,7 @@ struct Sequence {
   int len_q;
   int len_k;
 
-  CUTE_DEVICE explicit Sequence(const FwdParams& params)
+  CUTE_HOST_DEVICE explicit Sequence(const FwdParams& params)
       : len_q(params.len_q), len_k(params.len_k) {}
 };
 

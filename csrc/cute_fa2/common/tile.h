@@ -47,7 +47,7 @@ class QueryRows {
   CUTE_HOST_DEVICE int group() const { return group_; }              // heads that are packed
   CUTE_HOST_DEVICE int rows_of_query() const { return 1 << log2_; }  // at least as many
   CUTE_DEVICE int kv_head(int tile_head) const { return heads_per_kv_head_.div(tile_head); }
-  CUTE_DEVICE int query(int row) const { return row >> log2_; }
+  CUTE_HOST_DEVICE int query(int row) const { return row >> log2_; }
   CUTE_DEVICE int head(int tile_head, int row) const { return tile_head * group_ + in_group(row); }
   // Whether the row stands for anything.
   CUTE_DEVICE bool exists(int row, int len_q) const {

@@ -182,9 +182,12 @@ struct FwdMainloop {
         attend(work, tSrS, softmax, tOrO);
         const int done = work.index;
         if (!next(work)) return finish(done, softmax, tOrO);
-        // A tile is ended under the first product of the next.
+        // A tile is ended under the first product of the next. Its stores are for some lanes alone;
+        // without the last line ptxas takes the lanes of a warp to be apart from then on, and uses
+        // no more of the registers and instructions that a warp has in common.
         multiply_first_keys(work, tSrS);
         finish(done, softmax, tOrO);
+        hopper::sync_warp();
       }
     }
 
@@ -283,7 +286,7 @@ struct FwdMainloop {
         softmax.weigh(scores);
         // All of this runs under the product of the block before with V, if it stands before the
         // wait in the machine code as well: ptxas moves a wait ahead of arithmetic, but not ahead
-        // of a branch that asks for it. That may as well be the one that tells the last use of Q.
+        // of a branch that asks for its results, as that at the last use of Q does.
         warpgroup_fence_operand(tSrS);
         if (softmax.has_weighed() && n_block == work.blocks.begin) release_queries();
         hopper::wait_products<0>();

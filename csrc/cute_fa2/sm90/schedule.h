@@ -8,15 +8,18 @@
 #include <cstdint>
 #include <cute/config.hpp>
 
+#include "common/mask.h"
+#include "common/sequence.h"
 #include "common/tile.h"
+#include "config.h"
 #include "params.h"
 
 namespace flash_cute::sm90 {
 
 // Tiles are numbered section by section, a section being some (batch, head) pairs whose K and V
-// stay in L2 together; within a section from the last query rows to the first, so that under a
-// causal mask the long tiles come before the short ones. The last tile of a head, which may lack
-// rows, stands where its work puts it.
+// stay in L2 together; within a section from the query rows that see most keys to those that see
+// fewest, so that the long tiles come before the short ones: under a causal mask from the last rows
+// to the first. The last tile of a head, which may lack rows, then stands where its work puts it.
 //
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
 // longer tile has the shorter one next. Each section of some length begins anew and with another
@@ -25,24 +28,25 @@ class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& rows, MaskKind mask, int block_m,
                        int multiprocessors) {
-    constexpr int kConsumerRows = 64;
     constexpr int64_t kSectionBytes = 32 << 20;  // of 50 MB L2
     const int row_count = rows.count(params.len_q);
-    const int m_blocks = (row_count + block_m - 1) / block_m;
+    const int m_blocks = (row_count - 1) / block_m + 1;
     const int heads = rows.heads() * params.batch;
 
-    // Rows by keys of a tile, as if it had `tile_rows`.
+    // Of a tile if it had `tile_rows`: rows by keys.
+    const Mask<MaskKind::kBanded> band(params, Sequence(params), rows);
     const auto work = [&](int m_block, int64_t tile_rows) {
-      const int first = m_block * block_m, last = std::min(first + block_m, row_count) - 1;
-      const int begin = std::max(0, first / rows.rows_of_query() + params.band_begin);
-      const int end = std::min(params.len_k, last / rows.rows_of_query() + params.band_end);
-      return tile_rows * (mask == MaskKind::kFull ? params.len_k : std::max(0, end - begin));
+      const int row0 = m_block * block_m, row_end = std::min(row0 + block_m, row_count);
+      return tile_rows * (mask == MaskKind::kFull
+                              ? params.len_k
+                              : std::max(0, band.end(row_end - 1) - band.begin(row0)));
     };
+    const bool from_first = m_blocks > 1 && work(0, block_m) > work(m_blocks - 2, block_m);
     // A consumer with few rows works as long as one with all of its own; one without any waits for
     // the others, who alone take more than half of a whole tile's time.
-    const int last_consumers =
-        (row_count - (m_blocks - 1) * block_m + kConsumerRows - 1) / kConsumerRows;
-    const int last_rows = std::max(last_consumers * kConsumerRows, block_m * 3 / 5);
+    constexpr int kRows = FwdSm90Config::kRows;
+    const int rows_left = (row_count - (m_blocks - 1) * block_m + kRows - 1) / kRows * kRows;
+    const int last_rows = std::max(rows_left, block_m * 3 / 5);
     const int64_t last_work = work(m_blocks - 1, last_rows);
     int before_last = 0;
     while (before_last < m_blocks - 1 && work(m_blocks - 2 - before_last, block_m) > last_work) {
@@ -51,13 +55,13 @@ class Schedule {
 
     // Equal tiles need no order but that of memory.
     const bool equal = mask == MaskKind::kFull && last_rows == block_m;
-    // Sections of as many K and V heads each, as nearly as can be.
+    // As few sections as may be, of as many K and V heads each, but for the last.
     const int kv_heads = heads / rows.heads_per_kv_head();
     const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
     const int in_l2 =
         static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, kv_heads));
-    const int sections = (kv_heads + in_l2 - 1) / in_l2;
-    const int section = equal ? 1 : (kv_heads + sections - 1) / sections * rows.heads_per_kv_head();
+    const int sections = (kv_heads - 1) / in_l2 + 1;
+    const int section = equal ? 1 : ((kv_heads - 1) / sections + 1) * rows.heads_per_kv_head();
     // A section of much less than two rounds, dealt out anew, would leave blocks without a tile.
     const int64_t section_tiles = int64_t{section} * m_blocks;
     const bool anew = !equal && 3 * section_tiles >= 4 * int64_t{multiprocessors};
@@ -66,6 +70,7 @@ class Schedule {
     s.blocks_ = std::min(s.tiles_, multiprocessors);
     s.dealt_together_ = anew ? section * m_blocks : s.tiles_;
     s.m_blocks_ = m_blocks;
+    s.from_first_ = from_first;
     s.before_last_ = before_last;
     s.full_sections_ = heads / section;
     s.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
@@ -120,9 +125,9 @@ class Schedule {
     section_tiles_(section, in_section, index);
     (section < full_sections_ ? section_ : last_section_)(m, head_in_section, in_section);
     heads_(batch, head, section * section_.divisor + head_in_section);
-    const int m_block = m < before_last_    ? m_blocks_ - 2 - m
+    const int m_block = from_first_         ? m
                         : m == before_last_ ? m_blocks_ - 1
-                                            : m_blocks_ - 1 - m;
+                                            : m_blocks_ - 1 - m - (m < before_last_);
     return {m_block, head, batch};
   }
 
@@ -131,6 +136,7 @@ class Schedule {
   int blocks_;
   int dealt_together_;  // tiles: those of a section, or all
   int m_blocks_;
+  bool from_first_;  // tiles are numbered from the first rows on, or else:
   int before_last_;  // tiles of a head that come before its last
   int full_sections_;
   cutlass::FastDivmod section_tiles_;

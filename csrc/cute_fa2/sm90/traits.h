@@ -21,7 +21,7 @@ struct FwdTraits {
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim;
   static constexpr int kConsumers = kConfig.consumers;
-  static constexpr int kRows = 64;  // query rows of a consumer
+  static constexpr int kRows = kConfig.kRows;  // query rows of a consumer
   static constexpr int kBlockM = kConfig.block_m();
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.stages;
