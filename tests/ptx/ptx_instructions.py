@@ -317,12 +317,15 @@ def special(function: Callable[..., np.ndarray]) -> Callable[..., Step]:
 COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal,
+    "geu": lambda a, b: ~np.less(a, b),  # of floats: or one of them is NaN
 }  # fmt: skip
 
 
 def compare(modifiers: list[str], operands: list[Operand]) -> Step | None:
     how, kind = modifiers[0], modifiers[-1]
     if len(modifiers) != 2 or len(operands) != 3 or (how, kind) == ("ne", "f32"):
+        return None
+    if how == "geu" and kind != "f32":
         return None
     return elementwise(COMPARISONS[how], TYPES[kind], operands)
 
