@@ -38,7 +38,8 @@ def flags_for(arch: str, tile: str) -> list[str]:
         extended = "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
         return [extended, "-gencode=arch=compute_90a,code=sm_90a"]
     # As variants.py has it for this head dim.
-    economise = ["-Xptxas=--register-usage-level=7"] if tile.startswith("128,") else []
+    fills_registers = tile.startswith(("32,", "128,"))
+    economise = ["-Xptxas=--register-usage-level=7"] if fills_registers else []
     return ["-gencode=arch=compute_80,code=sm_90", *economise]
 
 

@@ -110,6 +110,15 @@ def random_inputs(
     return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
 
 
+def rising_inputs(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """As `random_inputs`, with all scores below 0 and far greater ones with each 32 keys nearer to
+    the first, to which the kernels come last: rows rise with each block, to a limit below 0."""
+    q, k, v = random_inputs(*sizes, **options)
+    level = torch.arange(k.shape[2], device=k.device) // 32 + 1
+    k = -(1 + 0.05 * k.abs()) * 0.25 * level[:, None].to(k.dtype)
+    return 1 + 0.05 * q.abs(), k, v
+
+
 def poisoned(
     x: Tensor, order: str = "bhnd", *, gap: int = 8, before: int = 8, step: int = 1
 ) -> Tensor:

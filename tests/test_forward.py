@@ -18,6 +18,7 @@ from support import (
     check,
     poisoned,
     random_inputs,
+    rising_inputs,
     run,
 )
 
@@ -72,6 +73,14 @@ def test_sweep(device, dtype):
 def test_scales(device, dtype, scale, is_causal):
     q, k, v = random_inputs(2, 2, 100, 64, len_k=130, dtype=dtype, device=device)
     check(q, k, v, is_causal, scale)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("device, dtype", ALL_KERNELS)
+def test_scores_below_zero_that_rise(device, dtype, scale, is_causal):
+    inputs = rising_inputs(1, 2, 150, len_k=700, dtype=dtype, device=device)
+    check(*inputs, is_causal, scale)
 
 
 @BOTH_MASKS

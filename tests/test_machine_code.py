@@ -209,6 +209,26 @@ def test_output_is_stored_16_bytes_at_a_time() -> None:
     assert seen
 
 
+@pytest.mark.parametrize("code", ["sm_90", "sm_90a"])
+def test_scores_are_compared_three_at_a_time(code: str) -> None:
+    """Hopper finds the greatest of three integers in one instruction."""
+    if code not in ARCHS:
+        pytest.skip(f"this build has no {code}")
+    seen = 0
+    for text in cuobjdump("-sass", "-arch", code).split("Function : ")[1:]:
+        kernel = text.split()[0]
+        if not is_kernel_of(code, kernel):
+            continue
+        if code == "sm_90a":
+            rows, columns = 2, config_of(kernel)[2] // 4  # of a thread
+        else:
+            _, block_m, block_n, row_warps, _, column_warps = config_of(kernel)
+            rows, columns = block_m // row_warps // 8, block_n // column_warps // 4
+        assert len(re.findall(r"\bVIMNMX3\b", text)) >= rows * ((columns - 1) // 2), kernel
+        seen += 1
+    assert seen
+
+
 @pytest.mark.parametrize("code", ["sm_80", "sm_90"])
 def test_exponentials_stand_among_products(code: str) -> None:
     """The exponentials of a step's later columns run under the products of its earlier ones with V.

@@ -20,7 +20,7 @@ import torch
 from build_emulator import BUILD, ROOT, SOURCES, Library, build, write
 from cases import check
 from emulator import EmulationError, Emulator
-from support import poisoned, random_inputs
+from support import poisoned, random_inputs, rising_inputs
 
 MAINLOOP = "sm80/fwd_mainloop.h"
 EPILOGUE = "sm80/fwd_epilogue.h"
@@ -136,8 +136,20 @@ FAULTS = [
         [
             (
                 MAINLOOP,
-                "load_keys(n_block - 1);\n        load_values",
-                "keys_values.load_keys(n_block - 1, sK(n_block));\n        load_values",
+                "load_keys(n_block - 1, true_type{});\n        load_values",
+                "keys_values.template load_keys<true>(n_block - 1, sK(n_block));\n"
+                "        load_values",
+            )
+        ],
+    ),
+    Fault(
+        "last block taken for whole",
+        BOUNDS,
+        [
+            (
+                MAINLOOP,
+                "load_values(last_block, false_type{});",
+                "load_values(last_block, true_type{});",
             )
         ],
     ),
@@ -306,6 +318,16 @@ FAULTS = [
         "maximum of half a row",
         WRONG,
         [(SOFTMAX, ", 2));", ", 0));")],
+    ),
+    Fault(
+        "scores below zero compared by their bits",
+        WRONG,
+        [(SOFTMAX, " || limit < 0.f;", ";")],
+    ),
+    Fault(
+        "rises of later blocks missed",
+        WRONG,
+        [(SOFTMAX, "greatest > std::bit_cast<int>(limit) ||", "")],
     ),
     Fault(
         "barrier removed before P of other warps is read",
@@ -643,16 +665,18 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
     if emulator.arch == 90:
         return what_catches_sm90(emulator, head_dim)
     ragged = head_dim - 24
-    for seed, (heads, heads_kv, len_q, len_k, columns, is_causal, scale) in enumerate(
+    for seed, (inputs_of, heads, heads_kv, len_q, len_k, columns, is_causal, scale) in enumerate(
         [
-            (2, 2, 40, 40, head_dim, True, None),
-            (2, 2, 150, 200, head_dim, False, 2.0),
-            (2, 2, 150, 200, ragged, True, None),
-            (2, 2, 150, 40, head_dim, True, -0.1),
-            (3, 1, 30, 40, head_dim, True, None),
+            (random_inputs, 2, 2, 40, 40, head_dim, True, None),
+            (random_inputs, 2, 2, 150, 200, head_dim, False, 2.0),
+            (random_inputs, 2, 2, 150, 200, ragged, True, None),
+            (random_inputs, 2, 2, 150, 40, head_dim, True, -0.1),
+            (random_inputs, 3, 1, 30, 40, head_dim, True, None),
+            (rising_inputs, 1, 1, 40, 300, head_dim, False, 4.0),
+            (random_inputs, 1, 1, 40, 300, head_dim, False, 50.0),
         ]
     ):
-        inputs = random_inputs(
+        inputs = inputs_of(
             1, heads, len_q, columns, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
         )
         try:

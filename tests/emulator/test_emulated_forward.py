@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from cases import check
-from support import BANDS, HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs
+from support import BANDS, HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs, rising_inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -65,6 +65,15 @@ def test_rows_that_skip_blocks_rise(emulator):
     """The 128 x 32 tile has two blocks at its end that only half of its rows see."""
     inputs = random_inputs(1, 2, 200, 128, dtype=BF16)
     check(emulator, *map(poisoned, inputs), True, 3.0, smem_limit=99 * 1024)
+
+
+@BOTH_MASKS
+@BOTH_DTYPES
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_scores_below_zero_that_rise(emulator, head_dim, scale, dtype, is_causal):
+    inputs = rising_inputs(1, 2, 150, head_dim, len_k=300, dtype=dtype)
+    check(emulator, *map(poisoned, inputs), is_causal, scale)
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e10, 1e300])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import check
 from emulator import EmulationError
-from support import BANDS, HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs
+from support import BANDS, HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs, rising_inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -60,6 +60,14 @@ def test_groups_of_heads(hopper, len_q, heads, heads_kv, is_causal):
 @pytest.mark.parametrize("scale", [1e-3, 1e-42, 3.0, 100.0])
 def test_scales(hopper, scale, is_causal):
     inputs = random_inputs(1, 2, 100, 64, len_k=130, dtype=BF16)
+    check(hopper[BF16], *map(poisoned, inputs), is_causal, scale)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_below_zero_that_rise(hopper, head_dim, scale, is_causal):
+    inputs = rising_inputs(1, 2, 150, head_dim, len_k=700, dtype=BF16)
     check(hopper[BF16], *map(poisoned, inputs), is_causal, scale)
 
 

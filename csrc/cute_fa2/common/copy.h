@@ -16,9 +16,9 @@ class TileLoader {
  public:
   CUTE_DEVICE TileLoader(unsigned thread, int head_dim) : thread_(thread), head_dim_(head_dim) {}
 
-  // Issues the copy of `source` (rows, kHeadDim), of which `rows` rows exist, to `target`;
-  // asynchronous.
-  template <class Source, class Target>
+  // Issues the copy of `source` (rows, kHeadDim), of which `rows` rows exist (all, if kIsWhole), to
+  // `target`; asynchronous.
+  template <bool kIsWhole, class Source, class Target>
   CUTE_DEVICE void load(const Source& source, Target&& target, int rows) const {
     using namespace cute;
     const auto thread_copy = GmemCopy{}.get_slice(platform::computed_here(thread_, rows));
@@ -38,8 +38,8 @@ class TileLoader {
     for (int r = 0; r < size<1>(from); ++r) {
       CUTE_UNROLL
       for (int c = 0; c < size<2>(from); ++c) {
-        const bool exists =
-            get<0>(beside(0, r, c)) < rows_left && get<1>(beside(0, r, c)) < columns_left;
+        const bool row_exists = kIsWhole || get<0>(beside(0, r, c)) < rows_left;
+        const bool exists = row_exists && get<1>(beside(0, r, c)) < columns_left;
         copy(GmemCopy{}.with(exists), row(_, c), to(_, r, c));
       }
       row.data() = row.data() + stride<1>(from.layout());
@@ -98,38 +98,48 @@ class DenseKeysValues {
  public:
   CUTE_DEVICE DenseKeysValues(const FwdParams& params, int batch, int kv_head, int len_k,
                               unsigned thread)
-      : params_(params), thread_(thread), batch_(batch), kv_head_(kv_head), len_k_(len_k) {}
+      : params_(params),
+        thread_(thread),
+        len_k_(len_k),
+        keys_(matrix(params.k, batch, kv_head)),
+        values_(matrix(params.v, batch, kv_head)) {}
 
-  template <class Target>
+  // The tile of block `n_block`, of which all rows exist if kIsWhole: those of the last block may
+  // not.
+  template <bool kIsWhole, class Target>
   CUTE_DEVICE void load_keys(int n_block, Target&& target) const {
-    load<ShapeK>(params_.k, n_block, target);
+    load<kIsWhole, ShapeK>(keys_, params_.k.stride_row, n_block, target);
   }
   // Rows past the last key become zeros: their weight is 0, but 0 x NaN would be NaN.
-  template <class Target>
+  template <bool kIsWhole, class Target>
   CUTE_DEVICE void load_values(int n_block, Target&& target) const {
-    load<ShapeV>(params_.v, n_block, target);
+    load<kIsWhole, ShapeV>(values_, params_.v.stride_row, n_block, target);
   }
 
  private:
-  // Of the head's (rows, head_dim) matrix, the tile of block `n_block`.
-  template <class Shape, class View, class Target>
-  CUTE_DEVICE void load(const View& view, int n_block, Target&& target) const {
+  // Of one head.
+  template <class View>
+  static CUTE_DEVICE const Element* matrix(const View& view, int batch, int kv_head) {
+    return static_cast<const Element*>(view.data) + batch * view.stride_batch +
+           kv_head * view.stride_head;
+  }
+
+  template <bool kIsWhole, class Shape, class Target>
+  CUTE_DEVICE void load(const Element* data, int64_t stride_row, int n_block,
+                        Target&& target) const {
     using namespace cute;
-    const int64_t offset = platform::computed_here(batch_) * view.stride_batch +
-                           platform::computed_here(kv_head_) * view.stride_head;
-    const auto matrix =
-        make_tensor(make_gmem_ptr(static_cast<const Element*>(view.data) + offset),
-                    make_shape(len_k_, size<1>(Shape{})), make_stride(view.stride_row, _1{}));
+    const auto source = make_tensor(make_gmem_ptr(data), make_shape(len_k_, size<1>(Shape{})),
+                                    make_stride(stride_row, _1{}));
     const TileLoader<typename Traits::GmemCopy, Shape> loader(thread_, params_.head_dim);
-    loader.load(local_tile(matrix, Shape{}, make_coord(n_block, _0{})), target,
-                len_k_ - n_block * size<0>(Shape{}));
+    loader.template load<kIsWhole>(local_tile(source, Shape{}, make_coord(n_block, _0{})), target,
+                                   len_k_ - n_block * size<0>(Shape{}));
   }
 
   const FwdParams& params_;
   unsigned thread_;
-  int batch_;
-  int kv_head_;
   int len_k_;
+  const Element* keys_;
+  const Element* values_;
 };
 
 }  // namespace flash_cute

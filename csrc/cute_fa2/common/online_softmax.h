@@ -2,6 +2,7 @@
 // 2018; Dao et al. 2022).
 #pragma once
 
+#include <bit>
 #include <cute/tensor.hpp>
 #include <limits>
 
@@ -11,10 +12,11 @@
 namespace flash_cute {
 
 // Who holds the rows of a thread's scores: the four lanes of a quad. `any` tells whether something
-// holds for one of those who go on together; `max` and `sum` reduce over the holders of each row,
-// with the same result for all of them.
+// holds for one of those who go on together, `meet` stands for it where nobody has to ask; `max`
+// and `sum` reduce over the holders of each row, with the same result for all of them.
 struct RowsOfQuads {
   static CUTE_DEVICE bool any(bool predicate) { return platform::any_in_warp(predicate); }
+  static CUTE_DEVICE void meet() {}
 
   template <int kRows>
   static CUTE_DEVICE void max(float (&rows)[kRows]) {
@@ -63,23 +65,36 @@ class OnlineSoftmax {
   // vote together), `rescale` is to do so with `out`, the weighted sum of V so far, before anything
   // is added to it, unless it is still 0; `weigh` replaces the scores by their weights. Both are
   // matrices of (kRows, columns), or without the first kSkippedRows rows, which then stay as they
-  // are.
+  // are. In the first block of a tile (`is_first`) no row has seen a score before.
   template <int kSkippedRows = 0, class Scores, class Holders = RowsOfQuads>
-  CUTE_DEVICE bool raise(Scores& scores, const Holders& holders = {}) {
+  CUTE_DEVICE bool raise(Scores& scores, bool is_first, const Holders& holders = {}) {
+    // Each row decides for itself, so that its result does not depend on its neighbours; all decide
+    // together whether there is anything to do. A thread's own columns tell whether there may be;
+    // how far a row rises, its holders find together.
+    const bool all_rise = is_first || (kAnyScale && params_.subtract_max_first);
+    if (all_rise) {
+      holders.meet();
+    } else {
+      bool may_rise = false;
+      CUTE_UNROLL
+      for (int r = kSkippedRows; r < kRows; ++r) {
+        may_rise |= may_exceed(scores, r - kSkippedRows, limit_[r]);
+      }
+      if (!holders.any(may_rise)) return false;
+    }
     float row_max[kRows - kSkippedRows];
-    bool rises = kAnyScale && params_.subtract_max_first;
     CUTE_UNROLL
     for (int r = 0; r < kRows - kSkippedRows; ++r) {
       row_max[r] = scores(r, 0);
       CUTE_UNROLL
       for (int c = 1; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
-      rises |= row_max[r] > limit_[kSkippedRows + r];
     }
-
-    // Each row decides for itself, so that its result does not depend on its neighbours; all decide
-    // together whether there is anything to do. A thread's own columns tell whether there is; how
-    // far a row rises, its holders find together.
-    if (!holders.any(rises)) return false;
+    if (!all_rise) {
+      bool rises = false;
+      CUTE_UNROLL
+      for (int r = kSkippedRows; r < kRows; ++r) rises |= row_max[r - kSkippedRows] > limit_[r];
+      if (!holders.any(rises)) return false;
+    }
     holders.max(row_max);
     CUTE_UNROLL
     for (int r = kSkippedRows; r < kRows; ++r) {
@@ -184,6 +199,19 @@ class OnlineSoftmax {
   // steps does as well as a reference, if only all use the same.
   CUTE_DEVICE float reference(float limit) const {
     return fmaxf(fmaf(limit, params_.scale_log2, -FwdParams::kSlackLog2), kLowest);
+  }
+
+  // Whether a score of row `row` exceeds `limit`, or might. Numbers of which one at least is not
+  // negative are in the order of their bits, taken for integers; and of three integers Hopper finds
+  // the greatest in one instruction.
+  template <class Scores>
+  static CUTE_DEVICE bool may_exceed(const Scores& scores, int row, float limit) {
+    int greatest = std::bit_cast<int>(scores(row, 0));
+    CUTE_UNROLL
+    for (int c = 1; c < cute::size<1>(scores); ++c) {
+      greatest = cute::max(greatest, std::bit_cast<int>(scores(row, c)));
+    }
+    return greatest > std::bit_cast<int>(limit) || limit < 0.f;
   }
 
   // 0 for -inf, as -inf - -inf is NaN.

@@ -97,8 +97,13 @@ struct FwdMainloop {
     LoadQ load_q;
     auto tXrQ = load_q.get_slice(thread).retile_D(tSrQ);  // (ldmatrix, MMA_M, D / 16)
 
-    auto load_keys = [&](int n_block) { keys_values.load_keys(n_block, sK(n_block)); };
-    auto load_values = [&](int n_block) { keys_values.load_values(n_block, sV(n_block)); };
+    // Every block but the last is whole.
+    auto load_keys = [&](int n_block, auto is_whole) {
+      keys_values.template load_keys<decltype(is_whole)::value>(n_block, sK(n_block));
+    };
+    auto load_values = [&](int n_block, auto is_whole) {
+      keys_values.template load_values<decltype(is_whole)::value>(n_block, sV(n_block));
+    };
 
     // One block of keys, with the tile's rows but those of the first kSkipped MMAs.
     auto step = [&](int index, auto skipped) {
@@ -112,10 +117,10 @@ struct FwdMainloop {
       platform::wait_copies<0>();
       platform::sync_block();
       if constexpr (Traits::kStages == 1) {
-        load_values(n_block);
+        load_values(n_block, false_type{});
       } else if (has_next(n_block)) {
-        load_keys(n_block - 1);
-        load_values(n_block - 1);
+        load_keys(n_block - 1, true_type{});
+        load_values(n_block - 1, true_type{});
       }
       platform::commit_copies();
 
@@ -135,10 +140,10 @@ struct FwdMainloop {
       multiply<LoadK>(thread_here, skip_rows<kSkipped>(tSrQ), fetch_q, tSrK, sK(n_block), tSrS);
 
       // With one stage V of this block is there after a barrier, for all threads, and all warps are
-      // done with K: the next may come. Of shared rows the softmax's vote is that barrier.
+      // done with K: the next may come. Of shared rows `raise` begins with that barrier.
       auto load_next_keys = [&] {
         if constexpr (Traits::kStages == 1) {
-          if (has_next(n_block)) load_keys(n_block - 1);
+          if (has_next(n_block)) load_keys(n_block - 1, true_type{});
           platform::commit_copies();
         }
       };
@@ -159,10 +164,11 @@ struct FwdMainloop {
         mask.apply(scores, coords(platform::computed_here(thread)), coords(0u), step_row0, kStepM,
                    n_block * kBlockN, kBlockN);
       }
+      const bool is_first = !has_previous(n_block);
       const bool rises = softmax.template raise<2 * kSkipped>(
-          scores, row_holders<Traits>(smem, platform::computed_here(thread)));
+          scores, is_first, row_holders<Traits>(smem, platform::computed_here(thread)));
       // Before the first block O is 0.
-      if (rises && has_previous(n_block)) softmax.template rescale<2 * kSkipped>(out);
+      if (rises && !is_first) softmax.template rescale<2 * kSkipped>(out);
       if constexpr (Traits::kSharesRows) load_next_keys();
 
       // From here on there is no branch, so that the exponentials of later columns run under the
@@ -189,8 +195,8 @@ struct FwdMainloop {
 
     const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);
     loader_q.load_rows(params.q, rows, tile, row0, len_q, sQ);
-    load_keys(last_block);
-    if constexpr (Traits::kStages == 2) load_values(last_block);
+    load_keys(last_block, false_type{});
+    if constexpr (Traits::kStages == 2) load_values(last_block, false_type{});
     platform::commit_copies();
     if (params.q_factor != 1.f) {
       // A wait makes a thread's own copies visible to it, and it touches no others.

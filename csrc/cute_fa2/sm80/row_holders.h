@@ -10,8 +10,8 @@
 namespace flash_cute::sm80 {
 
 // As RowsOfQuads, of rows that several warps share. All threads of the block ask together, and
-// `any` is a barrier of theirs. Between two reductions there is to be a barrier, so that words are
-// read before they are written again.
+// `any` and `meet` are barriers of theirs. Between two reductions there is to be a barrier, so that
+// words are read before they are written again.
 template <class Traits>
 class RowsOfWarps {
  public:
@@ -19,6 +19,7 @@ class RowsOfWarps {
       : words_(exchange.rows), thread_(thread) {}
 
   CUTE_DEVICE bool any(bool predicate) const { return platform::sync_block_or(predicate); }
+  CUTE_DEVICE void meet() const { platform::sync_block(); }
 
   template <int kRows>
   CUTE_DEVICE void max(float (&rows)[kRows]) const {
