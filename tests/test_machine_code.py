@@ -51,6 +51,17 @@ def is_kernel_of(arch: str, function: str) -> bool:
     return f"{ARCHS[arch]}9FwdKernel" in function
 
 
+def texts_of_kernels(code: str) -> dict[str, str]:
+    """For each forward kernel its machine code, as cuobjdump prints it."""
+    if code not in ARCHS:
+        pytest.skip(f"this build has no {code}")
+    functions = cuobjdump("-sass", "-arch", code).split("Function : ")[1:]
+    texts = {text.split()[0]: text for text in functions}
+    kernels = {name: text for name, text in texts.items() if is_kernel_of(code, name)}
+    assert kernels
+    return kernels
+
+
 @pytest.fixture(scope="module", params=ARCHS)
 def arch(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -139,13 +150,8 @@ def test_warps_go_together(opcodes: dict[str, Counter[str]]) -> None:
 def test_no_division(arch: str) -> None:
     """Of integers: a chain of some 20 instructions, ahead of a tile's first load. It begins with a
     conversion to float that rounds up."""
-    seen = 0
-    for text in cuobjdump("-sass", "-arch", arch).split("Function : ")[1:]:
-        kernel = text.split()[0]
-        if is_kernel_of(arch, kernel):
-            assert not re.search(r"\bI2F\.(\w+\.)*RP\b", text), kernel
-            seen += 1
-    assert seen
+    for kernel, text in texts_of_kernels(arch).items():
+        assert not re.search(r"\bI2F\.(\w+\.)*RP\b", text), kernel
 
 
 def test_no_spills(opcodes: dict[str, Counter[str]], resources: dict[str, dict[str, int]]) -> None:
@@ -171,32 +177,18 @@ def test_registers_within_the_budget(
 def test_softmax_stands_under_a_product() -> None:
     """All exponentials and additions of a step. ptxas may move a wait for products ahead of them,
     which then no longer run beside it."""
-    if "sm_90a" not in ARCHS:
-        pytest.skip("this build has no sm_90a")
-    seen = 0
-    for text in cuobjdump("-sass", "-arch", "sm_90a").split("Function : ")[1:]:
-        kernel = text.split()[0]
-        if not is_kernel_of("sm_90a", kernel):
-            continue
+    for kernel, text in texts_of_kernels("sm_90a").items():
         # From one wait to the next, with no product in between: what stands ahead of the latter.
         parts = [part.rsplit("HGMMA", 1)[-1] for part in text.split("WARPGROUP.DEPBAR")[:-1]]
         softmax = next(part for part in parts if "MUFU.EX2" in part)
         rows, scores = 2, 64 * config_of(kernel)[2] // 128  # of a thread
         assert softmax.count("MUFU.EX2") == scores + rows, kernel  # each row may rise
         assert len(re.findall(r"\bFADD\b", softmax)) >= scores, kernel
-        seen += 1
-    assert seen
 
 
 def test_output_is_stored_16_bytes_at_a_time() -> None:
     """By the SM90 kernels from registers: nvcc tore some of these stores apart."""
-    if "sm_90a" not in ARCHS:
-        pytest.skip("this build has no sm_90a")
-    seen = 0
-    for text in cuobjdump("-sass", "-arch", "sm_90a").split("Function : ")[1:]:
-        kernel = text.split()[0]
-        if not is_kernel_of("sm_90a", kernel):
-            continue
+    for kernel, text in texts_of_kernels("sm_90a").items():
         rows, head_dim = 2, config_of(kernel)[0]  # of a thread
         widths = Counter(re.findall(r"\bSTG\.E(?:\.(\d+))?", text))
         # And the log-sum-exp; all of it twice, for the last tile and for those before.
@@ -205,28 +197,18 @@ def test_output_is_stored_16_bytes_at_a_time() -> None:
         # the text; the wait for it is at the head of the loop.
         before, after = text.rsplit("HGMMA", 1)
         assert "STG" not in before and "WARPGROUP.DEPBAR" not in after, kernel
-        seen += 1
-    assert seen
 
 
 @pytest.mark.parametrize("code", ["sm_90", "sm_90a"])
 def test_scores_are_compared_three_at_a_time(code: str) -> None:
     """Hopper finds the greatest of three integers in one instruction."""
-    if code not in ARCHS:
-        pytest.skip(f"this build has no {code}")
-    seen = 0
-    for text in cuobjdump("-sass", "-arch", code).split("Function : ")[1:]:
-        kernel = text.split()[0]
-        if not is_kernel_of(code, kernel):
-            continue
+    for kernel, text in texts_of_kernels(code).items():
         if code == "sm_90a":
             rows, columns = 2, config_of(kernel)[2] // 4  # of a thread
         else:
             _, block_m, block_n, row_warps, _, column_warps = config_of(kernel)
             rows, columns = block_m // row_warps // 8, block_n // column_warps // 4
         assert len(re.findall(r"\bVIMNMX3\b", text)) >= rows * ((columns - 1) // 2), kernel
-        seen += 1
-    assert seen
 
 
 @pytest.mark.parametrize("code", ["sm_80", "sm_90"])
@@ -234,13 +216,7 @@ def test_exponentials_stand_among_products(code: str) -> None:
     """The exponentials of a step's later columns run under the products of its earlier ones with V.
     A branch among them would keep ptxas from that. Where warps share rows, they first wait for each
     other's."""
-    if code not in ARCHS:
-        pytest.skip(f"this build has no {code}")
-    seen = 0
-    for text in cuobjdump("-sass", "-arch", code).split("Function : ")[1:]:
-        kernel = text.split()[0]
-        if not is_kernel_of(code, kernel):
-            continue
+    for kernel, text in texts_of_kernels(code).items():
         _, block_m, block_n, warps, _, column_warps = config_of(kernel)
         if column_warps > 1:
             continue
@@ -249,5 +225,3 @@ def test_exponentials_stand_among_products(code: str) -> None:
         step = max(with_products, key=lambda part: part.count("MUFU.EX2"))
         assert step.count("MUFU.EX2") >= scores, kernel
         assert step[step.index("HMMA") :].count("MUFU.EX2") >= scores // 2, kernel
-        seen += 1
-    assert seen

@@ -89,6 +89,7 @@ class OnlineSoftmax {
       CUTE_UNROLL
       for (int c = 1; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
     }
+    // Again, by the scores themselves: where a limit is below 0, the bits have not told.
     if (!all_rise) {
       bool rises = false;
       CUTE_UNROLL
