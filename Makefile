@@ -111,16 +111,16 @@ tool = @want=$$(sed -n 's/^$(1)==//p' requirements.txt); \
 	if [ "$$have" = "$$want" ]; then echo '== $(1): $(2)'; $(PY) $(3); \
 	else echo "== skipping $(1): version $$want is pinned, and $(PY) has $${have:-none}"; fi
 CLANG_FORMAT := -c 'import clang_format; clang_format.clang_format()'
-CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP = $(shell find csrc tests bench -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 lint: setup
-	$(call tool,clang-format,format of csrc,$(CLANG_FORMAT) --dry-run --Werror $(CPP))
+	$(call tool,clang-format,format of the C++ files,$(CLANG_FORMAT) --dry-run --Werror $(CPP))
 	$(call tool,ruff,lint,-m ruff check .)
 	$(call tool,ruff,format of the Python files,-m ruff format --check .)
 	$(call tool,mypy,types of flash_cute,-m mypy)
 
 format: setup
-	$(call tool,clang-format,formatting csrc,$(CLANG_FORMAT) -i $(CPP))
+	$(call tool,clang-format,formatting the C++ files,$(CLANG_FORMAT) -i $(CPP))
 	$(call tool,ruff,fixing,-m ruff check --fix .)
 	$(call tool,ruff,formatting the Python files,-m ruff format .)
 

@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("result", type=Path, help="JSON written by bench.run --json")
-    parser.add_argument("-o", "--output", type=Path, help="PNG to write (default: beside it)")
+    parser.add_argument("-o", "--output", type=Path, help="PNG, SVG, PDF (default: PNG beside it)")
     args = parser.parse_args(argv)
     output = args.output or args.result.with_suffix(".png")
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.environment import REPOSITORY
 from bench.plot import LABELS, load
-from bench.tables import by_case, geometric_mean, providers_of, ratio
+from bench.tables import by_case, geometric_mean, mib, providers_of, ratio
 
 PLACEHOLDER = "TODO-numbers: not measured yet."
 Result = dict[str, Any]
@@ -100,10 +100,6 @@ def host_time(result: Result) -> str:
 
 def memory(result: Result) -> str:
     providers = providers_of(result["rows"])
-
-    def mib(count: int | None) -> str:
-        return "-" if count is None else f"{count / 2**20:.1f}"
-
     lines = [
         [name, mib(next(iter(cells.values()))["output_bytes"])]
         + [mib(cells[p].get("extra_bytes")) for p in providers]
@@ -116,7 +112,6 @@ def memory(result: Result) -> str:
 RENDERERS: dict[str, Callable[[Result], str]] = {
     "train": speed,
     "decode": points,
-    "gqa": points,
     "host_time": host_time,
     "memory": memory,
 }

@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
                      help="flash_cute as on a GPU with so much shared memory per block "
                           "(101376: sm_86, sm_89, sm_120)")  # fmt: skip
     how.add_argument("--arch", choices=("sm80", "sm90"),
-                     help="flash_cute's kernels of one architecture (default: best)")  # fmt: skip
+                     help="flash_cute's kernels of one architecture")  # fmt: skip
     how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     how.add_argument("--seed", type=int, default=0)
 
@@ -170,7 +170,7 @@ def check_arguments(
     if args.host_time and args.memory:
         parser.error("--host-time and --memory are two runs")
     if args.memory and device.type != "cuda":
-        parser.error("--memory reads the GPU's allocator, and torch sees no GPU here")
+        parser.error("--memory reads the GPU's allocator: it needs --device cuda")
     if args.host_time or args.memory:
         if args.plot:
             parser.error("--plot draws speeds; --host-time and --memory have none")
@@ -180,7 +180,7 @@ def check_arguments(
             parser.error(f"{options}: of no effect with --host-time and --memory; leave it out")
     for option, given in (("--smem-limit", args.smem_limit), ("--arch", args.arch)):
         if given and device.type != "cuda":
-            parser.error(f"{option} chooses among the GPU's kernels, and torch sees no GPU here")
+            parser.error(f"{option} chooses among the GPU's kernels: it needs --device cuda")
     if args.smem_limit and args.arch == "sm90":
         parser.error("--smem-limit chooses among the sm80 kernels, and --arch is sm90")
     if args.plot and args.plot.suffix.lower() not in FIGURES:

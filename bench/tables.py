@@ -1,4 +1,4 @@
-"""Rows as text: the tables on the screen and in the README."""
+"""Rows as text: the tables on the screen. (readme_table.py writes those of the README.)"""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ def rate(row: Row | None) -> str:
 
 def ratio_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
+
+
+def mib(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.1f}"
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -114,10 +118,6 @@ def host_time_table(rows: Sequence[Row]) -> str:
 
 def memory_table(rows: Sequence[Row]) -> str:
     providers = providers_of(rows)
-
-    def mib(count: int | None) -> str:
-        return "-" if count is None else f"{count / 2**20:.1f}"
-
     lines = []
     for name, cells in by_case(rows).items():
         needed = mib(next(iter(cells.values()))["output_bytes"])

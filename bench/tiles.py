@@ -4,9 +4,13 @@
     python -m bench.tiles sm80 64,128,48,4,2,false --blocks-per-sm 3
     python -m bench.run --suite train --D 64 --check --tiles build/tiles/*.so
 
-A tile is given by the members of `FwdSm90Config` or `FwdConfig`, in their order; the last of the
-latter may be left out. The first two lines need no GPU: they compile each tile, for Hopper, to a
-library of its own, and say how many registers it takes and whether it spills.
+A tile is given by the members of `FwdSm90Config` or `FwdConfig` in csrc/cute_fa2/config.h:
+
+    sm90    head_dim,consumers,block_n,stages,q_stages,in_turns
+    sm80    head_dim,block_m,block_n,row_warps,stages,q_in_registers[,column_warps]
+
+The first two commands need no GPU: they compile each tile, for Hopper, to a library of its own, and
+say how many registers it takes and whether it spills.
 """
 
 from __future__ import annotations
@@ -37,10 +41,10 @@ def flags_for(arch: str, tile: str) -> list[str]:
         # Products of any multiple of 8 columns, which the library leaves out to compile faster.
         extended = "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"
         return [extended, "-gencode=arch=compute_90a,code=sm_90a"]
-    # As variants.py has it for this head dim.
-    fills_registers = tile.startswith(("32,", "128,"))
-    economise = ["-Xptxas=--register-usage-level=7"] if fills_registers else []
-    return ["-gencode=arch=compute_80,code=sm_90", *economise]
+    from build_library import variants
+
+    head_dim = int(tile.split(",")[0])
+    return ["-gencode=arch=compute_80,code=sm_90", *variants.ptxas_flags(head_dim)]
 
 
 def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: Path) -> bool:

@@ -8,7 +8,8 @@ import functools
 import math
 import numbers
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,8 +51,7 @@ def op_arguments(
         and batch_q == batch_k
         and head_dim_q == head_dim_k
         and 0 < head_dim_q <= MAX_HEAD_DIM
-        and heads_kv > 0
-        and heads_q % heads_kv == 0
+        and (heads_q % heads_kv == 0 if heads_kv > 0 else heads_q == 0)
         # While tracing this would become a limit on dynamic shapes. The op checks it again.
         and (torch.compiler.is_compiling() or (len_q < MAX_LENGTH and len_k < MAX_LENGTH))
         and dtype == k.dtype == v.dtype
@@ -93,34 +93,44 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call, unused-ignore]
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def assume_constant_result(function: Function) -> Function:
+    """As torch.compiler's, which would import all of Dynamo: seconds, and 75 MB."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # Without the decorator torch.compile would trace into the cache, and warn of it.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
-def why_not(device: torch.device, dtype: torch.dtype) -> tuple[type[Exception], str] | None:
-    """The error and the reason if tensors of this dtype and device are not served, else None."""
+@assume_constant_result
+def why_not(device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
+    """What is wrong, "dtype" or "device", and the reason, if such tensors are not served; else
+    None."""
     return _why_not(device, dtype)
 
 
 @functools.cache
-def _why_not(device: torch.device, dtype: torch.dtype) -> tuple[type[Exception], str] | None:
+def _why_not(device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
     if device.type not in ("cuda", "cpu", "meta") or (device.type == "cuda" and torch.version.hip):
-        return ValueError, f"flash_cute serves CUDA GPUs and the CPU; use {SDPA}"
+        return "device", f"flash_cute serves CUDA GPUs and the CPU; use {SDPA}"
     dtypes = GPU_DTYPES if device.type == "cuda" else CPU_DTYPES
     if dtype not in dtypes:
         use_instead = f"; cast it, or use {SDPA}" if dtype.is_floating_point else ""
         *most, last = map(_name, dtypes)
-        return TypeError, f"on this device it can be {', '.join(most)} or {last}{use_instead}"
+        return "dtype", f"on this device it can be {', '.join(most)} or {last}{use_instead}"
     # Without a GPU here only fake tensors can be on one, and any will do for them.
     if device.type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             gpu = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
-            return ValueError, f"this GPU ({gpu}) is too old: 8.0 (Ampere) is the least; use {SDPA}"
+            return "device", f"this GPU ({gpu}) is too old: 8.0 (Ampere) is the least; use {SDPA}"
     return None
 
 
 def arch_number(arch: Any, device: torch.device) -> int:
     """The op's number for `arch`, which is not None, or the reason against it."""
-    allowed = ", ".join(map(repr, ARCHS)) + " or None for the best"
+    allowed = ", ".join(map(repr, ARCHS)) + " or None for the default"
     if not isinstance(arch, str):
         raise TypeError(f"arch is {_shown(arch)}: it must be {allowed}")
     if arch not in ARCHS:
@@ -135,7 +145,7 @@ def arch_number(arch: Any, device: torch.device) -> int:
     return ARCHS[arch]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+@assume_constant_result
 def gpu_that_is_not_hopper(device: torch.device) -> str | None:
     """The GPU's name and compute capability if the sm90 kernels do not run on it, else None."""
     # Without a GPU here only fake tensors can be on one, and any will do for them.
@@ -165,8 +175,12 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
             dtypes = f"{name} is {_name(x.dtype)} and q is {_name(q.dtype)}"
             raise TypeError(f"{dtypes}: they must have the same dtype")
     if (refusal := why_not(q.device, q.dtype)) is not None:
-        error, reason = refusal
-        raise error(f"q is {_name(q.dtype)} on {q.device}: {reason}")
+        what, reason = refusal
+        text = f"q is {_name(q.dtype)} on {q.device}: {reason}"
+        # Not one `raise` of either: Dynamo cannot raise a class that it is handed.
+        if what == "dtype":
+            raise TypeError(text)
+        raise ValueError(text)
 
     if not 0 < q.shape[3] <= MAX_HEAD_DIM:
         shape = f"{q.shape[3]} (shape {tuple(q.shape)})"
@@ -185,11 +199,9 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
             that = f"{other_name} has {other.shape[dim]} (shape {tuple(other.shape)})"
             raise ValueError(f"{this} and {that}: they must be equal")
     heads_q, heads_kv = q.shape[1], k.shape[1]
-    if heads_kv == 0 or heads_q % heads_kv != 0:
+    if heads_q % heads_kv != 0 if heads_kv > 0 else heads_q != 0:
         heads = f"q has {heads_q} heads and k and v have {heads_kv}"
-        raise ValueError(
-            f"{heads}: q's must be a multiple of k's and v's, which must be at least 1"
-        )
+        raise ValueError(f"{heads}: q's must be a multiple of k's and v's")
     for name, x in (("q", q), ("k", k)):
         if x.shape[2] >= MAX_LENGTH:
             raise ValueError(f"{name} has length {x.shape[2]}: it must be below 2**30")

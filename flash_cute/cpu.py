@@ -18,9 +18,9 @@ from flash_cute import reference
 #: Query rows of one call under a mask. What a mask costs grows with ROWS x Nk, never with Nq x Nk.
 ROWS = 256
 
-#: Above this scale, scores of everyday inputs could leave the range of fp32, and are computed in
-#: fp64.
-LARGE_SCALE = 1e20
+#: Beyond these scales, scores of everyday inputs, or the factor, could leave the range of fp32, and
+#: are computed in fp64.
+SMALL_SCALE, LARGE_SCALE = 1e-20, 1e20
 
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -49,7 +49,8 @@ def attention(
     if out.numel() == 0 or len_k == 0:
         return out.zero_(), lse
 
-    in_fp64 = q.dtype == torch.float64 or abs(softmax_scale) > LARGE_SCALE
+    is_ordinary = softmax_scale == 0 or SMALL_SCALE <= abs(softmax_scale) <= LARGE_SCALE
+    in_fp64 = q.dtype == torch.float64 or not is_ordinary
     dtype = torch.float64 if in_fp64 else torch.float32
     # Scores beyond the dtype's range, NaN and Inf: the kernel adds its mask, so such a key would
     # reach rows that do not see it (inf + -inf is NaN), and it takes a row of -inf for empty.

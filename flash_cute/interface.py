@@ -32,9 +32,8 @@ def forward(
         is_causal: query i sees only the keys j <= i + Nk - Nq (aligned to the bottom right corner;
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
-        arch: for tests and benchmarks, the kernels that are to run: "sm80" (every GPU from Ampere
-            on has them, and they run where this is None) or "sm90" (Hopper; no GPU has run them
-            yet).
+        arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
+            Ampere on; the default) or "sm90" (on Hopper; no GPU has run them yet).
 
     Returns:
         out: q's shape and dtype, with the strides of `torch.empty_like(q)`: dense, its dimensions

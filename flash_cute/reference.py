@@ -98,9 +98,10 @@ def attention_blockwise(
     q, k, v = _in_dtype(q, k, v, dtype)
     # The scale's sign goes into Q, its size into the exponent: e^(scale * s) = 2^(scale_log2 * s).
     # So the greatest score is the greatest exponent, and a mask of -inf never meets a factor of 0
-    # or below... except 0 itself, treated below.
-    q = q * math.copysign(1.0, scale) if scale != 0 else torch.zeros_like(q)
-    scale_log2 = abs(scale) * math.log2(math.e) if scale != 0 else 1.0
+    # or below; of a scale of 0, the 0 goes into Q. A normal number of `dtype` is neither 0 nor inf.
+    q = q * (math.copysign(1.0, scale) if scale != 0 else 0.0)
+    smallest, largest = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+    scale_log2 = min(max(abs(scale) * math.log2(math.e), smallest), largest) if scale != 0 else 1.0
 
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)

@@ -1,3 +1,3 @@
-"""The one place that states the version; setup.py reads it as text."""
+"""The one place that states the version; pyproject.toml takes it from here."""
 
 __version__ = "0.1.0"

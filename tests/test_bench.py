@@ -293,6 +293,10 @@ def test_readme_numbers_come_from_the_files(tmp_path: Path) -> None:
     assert readme_table.render(text, tmp_path) == text
 
 
+def test_the_readme_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert readme_table.main(["--check"]) == 0, capsys.readouterr().out
+
+
 def test_transformer_block_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("einops")
     from bench import transformer_block

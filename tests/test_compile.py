@@ -108,6 +108,8 @@ def test_refusals_are_raised_by_compiled_code_too():
     compiled = torch.compile(lambda q, k, v: flash_cute.forward(q, k, v), backend="aot_eager")
     with pytest.raises(ValueError, match="k has head dim 8"):
         compiled(q, k[..., :8], v)
+    with pytest.raises(TypeError, match="q is int32 on cpu"):
+        compiled(*(x.int() for x in (q, k, v)))
     with pytest.raises(NotImplementedError, match="q takes part in a gradient"):
         compiled(q.clone().requires_grad_(), k, v)
 

@@ -16,6 +16,8 @@ from support import (
     LENGTHS,
     ONE_KERNEL_EACH,
     check,
+    check_exactly,
+    far_inputs,
     poisoned,
     random_inputs,
     rising_inputs,
@@ -81,6 +83,31 @@ def test_scales(device, dtype, scale, is_causal):
 def test_scores_below_zero_that_rise(device, dtype, scale, is_causal):
     inputs = rising_inputs(1, 2, 150, len_k=700, dtype=dtype, device=device)
     check(*inputs, is_causal, scale)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("device, dtype", ALL_KERNELS)
+def test_far_scores(device, dtype, head_dim, is_causal):
+    inputs = far_inputs(1, 2, 150, head_dim, len_k=300, dtype=dtype, device=device)
+    out, lse = run(*inputs, is_causal)
+    check_exactly(out, lse, *inputs, is_causal)
+
+
+@pytest.mark.parametrize("exponent", [22, 23, 30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_small_scales_of_great_scores(dtype, exponent):
+    q, k, v = random_inputs(1, 2, 30, 8, dtype=dtype, device="cpu")
+    check(q * 10.0**exponent, k * 10.0**exponent, v, False, 10.0 ** (-2 * exponent))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-46, 1e-300])
+def test_one_nan_is_one_row(scale):
+    q, k, v = random_inputs(2, 2, 30, 8, dtype=torch.float32, device="cpu")
+    q[0, 0, 5, 3] = math.nan
+    out, lse = run(q, k, v, False, scale)
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 5]]
+    assert lse.isnan().nonzero().tolist() == [[0, 0, 5]]
 
 
 @BOTH_MASKS

@@ -1,6 +1,6 @@
-// The tile table: one row per (architecture, direction, head dim), and what was measured beside it.
-// Every tile size in the project comes from here; Python reads the table through the op
-// `build_info`.
+// The tile table: for each architecture and head dim one row or several, best first, and what was
+// measured beside it. Every tile size in the project comes from here; Python reads the table
+// through the op `build_info`.
 #pragma once
 
 #include "params.h"
@@ -60,13 +60,12 @@ inline constexpr FwdRow kFwdSm80[] = {
     {{96, 128, 64, 4, 1, false}, 2},   // 0.97. 64, 2: 0.93
     {{128, 128, 64, 4, 1, false}, 2},  // 1.06. 64, 2: 1.06, and too large for sm_80; 48, 2: 0.98
     {{128, 128, 32, 4, 1, false}, 2},  // 0.90
-    // Not timed; a model has it 20% ahead of 4 warps of 16 rows: 1.04; of those 48, 2: 0.97.
+    // Not timed. The same tile in 4 warps of 16 rows was 1.04, and with 48, 2 so 0.97.
     {{192, 64, 64, 2, 1, false, 2}, 2},
-    {{192, 128, 64, 8, 1, false}, 1},  // 0.93
-    // Not timed: 64 x 64 in 2 x 2 warps, 6 to 8% ahead by the model.
-    {{256, 64, 64, 4, 1, false}, 2},      // 1.05. 48, 1: 0.97
+    {{192, 128, 64, 8, 1, false}, 1},     // 0.93
+    {{256, 64, 64, 4, 1, false}, 2},      // 1.05. 48, 1: 0.97. In 2 x 2 warps: not timed
     {{256, 128, 64, 4, 1, false, 2}, 1},  // not timed. In 8 warps of 16 rows: 0.93
-    {{256, 64, 64, 4, 1, false}, 1},      // not timed: as two rows above, alone on its processor
+    {{256, 64, 64, 4, 1, false}, 1},  // not timed: as two rows above, one block on a multiprocessor
 };
 
 // The index of the row that serves `head_dim` (a bucket) within `smem_limit` bytes, or -1.
@@ -79,8 +78,8 @@ constexpr int select_fwd_sm80(int head_dim, int smem_limit) {
   return -1;
 }
 
-// One tile of the Hopper forward: `consumers` warpgroups of 128 threads hold kRows query rows each;
-// a producer warpgroup beside them loads.
+// One tile of the Hopper forward: `consumers` warpgroups of 128 threads hold kConsumerRows query
+// rows each; a producer warpgroup beside them loads.
 struct FwdSm90Config {
   int head_dim;   // bucket: serves head dims up to this one
   int consumers;  // warpgroups that compute
@@ -90,9 +89,9 @@ struct FwdSm90Config {
   bool in_turns;  // consumers issue their products in turns, so that one's softmax meets another's
                   // products
 
-  static constexpr int kRows = 64;  // of a consumer: what a product of a warpgroup has
+  static constexpr int kConsumerRows = 64;  // of a consumer: what a product of a warpgroup has
 
-  constexpr int block_m() const { return consumers * kRows; }
+  constexpr int block_m() const { return consumers * kConsumerRows; }
   constexpr int threads() const { return (consumers + 1) * 128; }
   // Registers of a thread: what ptxas may use (the register file over the threads, as the launch
   // gives them out), and what the warpgroups make of it once they know their roles.

@@ -3,7 +3,6 @@
 #include "dispatch.h"
 
 #include <algorithm>
-#include <iterator>
 #include <stdexcept>
 
 #include "config.h"
@@ -48,7 +47,6 @@ const char* why_no_tensor_map(const TensorView<const void*>& view, int heads, in
 const char* why_sm90_cannot_read(const FwdParams& params) {
   if (params.len_k == 0) return "there are no keys";
   if (params.q_factor != 1.f) return "softmax_scale is not above 0";
-  if (params.subtract_max_first) return "softmax_scale is too large";
   const int heads_kv = params.heads_q / params.heads_per_kv_head, head_dim = params.head_dim;
   const char* reason = why_no_tensor_map(params.q, params.heads_q, params.len_q, head_dim);
   if (!reason) reason = why_no_tensor_map(params.k, heads_kv, params.len_k, head_dim);
@@ -164,7 +162,7 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t sme
                 int64_t arch, int device, cudaStream_t stream) {
   if (arch != 0 && arch != 80 && arch != 90) {
     throw std::runtime_error("flash_cute: arch is " + std::to_string(arch) +
-                             ": it must be 80, 90, or 0 for the best that serves the call");
+                             ": it must be 80, 90, or 0 for the default");
   }
   if (arch == 90 || (arch == 0 && kSm90IsDefault)) {
     const char* why_not = why_not_sm90(params, mask, smem_limit, device);

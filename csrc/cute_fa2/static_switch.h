@@ -2,7 +2,6 @@
 // std::integral_constant.
 #pragma once
 
-#include <array>
 #include <stdexcept>
 #include <string>
 #include <type_traits>

@@ -116,7 +116,7 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dty
                   "q, k and v must have the same batch size");
   STD_TORCH_CHECK(size_v[1] == size_k[1] && size_v[2] == size_k[2],
                   "k and v must have the same heads and length");
-  STD_TORCH_CHECK(size_k[1] > 0 && size_q[1] % size_k[1] == 0,
+  STD_TORCH_CHECK(size_k[1] > 0 ? size_q[1] % size_k[1] == 0 : size_q[1] == 0,
                   "the heads of q must be a multiple of those of k and v");
   STD_TORCH_CHECK(size_q[2] < kMaxLength && size_k[2] < kMaxLength, "lengths must be below 2^30");
   STD_TORCH_CHECK(size_q[0] <= INT32_MAX && size_q[1] <= INT32_MAX,

@@ -5,6 +5,7 @@ is written to the build folder; nothing generated is committed.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,14 +76,18 @@ def generate(
 def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     """What one of the files needs beyond the flags of all. `code` is what the SM80 kernels are
     translated to, machine code and PTX."""
-    if "_sm90_" in source.name:
+    arch, head_dim = re.match(r"fwd_(sm\d+)_hdim(\d+)_", source.name).groups()
+    if arch == "sm90":
         return f"-gencode=arch=compute_90a,code={SM90_CODE}"
     flags = [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]
-    # The tiles of head dims 32 and 128 fill the register file: told to economise, ptxas keeps
-    # everything in it on sm_80 and sm_90. For the others its default does better.
-    fills_registers = "hdim32_" in source.name or "hdim128_" in source.name
-    flags += ["-Xptxas=--register-usage-level=7"] if fills_registers else []
-    return shlex.join(flags)
+    return shlex.join([*flags, *ptxas_flags(int(head_dim))])
+
+
+def ptxas_flags(head_dim: int) -> list[str]:
+    """Of the SM80 kernels. The tiles of head dims 32 and 128 fill the register file: told to
+    economise, ptxas keeps everything in it on sm_80 and sm_90. For the others its default does
+    better."""
+    return ["-Xptxas=--register-usage-level=7"] if head_dim in (32, 128) else []
 
 
 def write_if_changed(path: Path, text: str) -> None:

@@ -29,10 +29,6 @@ EMULATED bool is_first_lane() { return emulator::thread_index() % 32 == 0; }
 
 EMULATED void sync_warp() { emulator::ballot(true); }
 
-EMULATED uint32_t shuffle_xor(uint32_t value, int lane_mask) {
-  return emulator::shuffle(value, emulator::thread_index() % 32 ^ lane_mask);
-}
-
 // Not memcpy, which the machine would not see.
 EMULATED void store_words(void* target, const uint32_t (&words)[4]) {
   for (int i = 0; i < 4; ++i) static_cast<uint32_t*>(target)[i] = words[i];

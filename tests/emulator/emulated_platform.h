@@ -4,8 +4,8 @@
 #include "device_intrinsics.h"  // ahead of CUTLASS
 
 #include <cutlass/numeric_types.h>
+#include <bit>
 #include <cmath>
-#include <cstring>
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/atom/copy_traits_sm75.hpp>
 #include <cute/atom/mma_traits_sm80.hpp>
@@ -21,12 +21,10 @@ inline int block_index() { return emulator::block_index(); }
 inline void sync_block() { emulator::sync_block(); }
 inline bool sync_block_or(bool predicate) { return emulator::sync_block_or(predicate); }
 
-inline float shuffle_xor(float value, int lane_mask) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  bits = emulator::shuffle(bits, emulator::thread_index() % 32 ^ lane_mask);
-  std::memcpy(&value, &bits, 4);
-  return value;
+template <class Word>
+Word shuffle_xor(Word value, int lane_mask) {
+  const int lane = emulator::thread_index() % 32 ^ lane_mask;
+  return std::bit_cast<Word>(emulator::shuffle(std::bit_cast<uint32_t>(value), lane));
 }
 
 inline int same_in_warp(int value) {

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import torch
 from build_emulator import BUILD, ROOT, SOURCES, Library, build, write
-from cases import check
+from cases import check, check_far
 from emulator import EmulationError, Emulator
 from support import poisoned, random_inputs, rising_inputs
 
@@ -261,7 +261,7 @@ FAULTS = [
     Fault(
         "store past the last row of the LSE",
         BOUNDS,
-        [(EPILOGUE, "if (rows.exists(row, len_q)) *", "if (rows.exists(row, len_q + 1)) *")],
+        [(EPILOGUE, "exists(row, len_q)", "exists(row, len_q + 1)")],
     ),
     Fault(
         "load past the last row of Q",
@@ -312,7 +312,7 @@ FAULTS = [
     Fault(
         "row taken for a query",
         WRONG,
-        [(MASK, "rows_.query(row) + band_end_", "row + band_end_")],
+        [(MASK, "query_rows_.query(row) + band_end_", "row + band_end_")],
     ),
     Fault(
         "maximum of half a row",
@@ -322,7 +322,17 @@ FAULTS = [
     Fault(
         "scores below zero compared by their bits",
         WRONG,
-        [(SOFTMAX, " || limit < 0.f;", ";")],
+        [(SOFTMAX, "std::bit_cast<unsigned>(limit) > ", "0u > ")],
+    ),
+    Fault(
+        "far scores missed in later blocks",
+        "not close",
+        [(SOFTMAX, "std::bit_cast<unsigned>(params_.near_limit)", "0x7fffffffu")],
+    ),
+    Fault(
+        "origin of far scores kept",
+        "not close",
+        [(SOFTMAX, "-= origin(limit_[r]);", "-= 0.f;")],
     ),
     Fault(
         "rises of later blocks missed",
@@ -478,15 +488,15 @@ SM90_FAULTS = [
         "scores read before they are there",
         UNFINISHED,
         SM90_MAINLOOP,
-        "finish_keys<1>(tSrS);",
-        "finish_keys<2>(tSrS);",
+        "wait_for_scores<1>(tSrS);",
+        "wait_for_scores<2>(tSrS);",
     ),
     of_sm90(
         "first scores read before they are there",
         UNFINISHED,
         SM90_MAINLOOP,
-        "finish_keys<0>(tSrS);",
-        "finish_keys<1>(tSrS);",
+        "wait_for_scores<0>(tSrS);",
+        "wait_for_scores<1>(tSrS);",
     ),
     of_sm90(
         "P written while the product reads it",
@@ -645,8 +655,8 @@ SM90_FAULTS = [
         "rows past the last written",
         BOUNDS,
         SM90_EPILOGUE,
-        "const bool exists = arguments.rows.exists(row, len_q)",
-        "const bool exists = arguments.rows.exists(row, len_q + 1)",
+        "const bool exists = arguments.query_rows.exists(row, len_q)",
+        "const bool exists = arguments.query_rows.exists(row, len_q + 1)",
     ),
     of_sm90(
         "batches taken for heads",
@@ -687,6 +697,10 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
             return str(error)
         if counters.load_matrix.conflicts:
             return f"bank conflicts of ldmatrix: {counters.load_matrix}"
+    try:
+        check_far(emulator, head_dim, torch.bfloat16)
+    except AssertionError as error:
+        return str(error)
     return ""
 
 

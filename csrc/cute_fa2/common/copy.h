@@ -28,8 +28,8 @@ class TileLoader {
     // are short of here.
     auto row = make_tensor(make_gmem_ptr(platform::computed_here(&from(0, 0, 0))),  // (8, columns)
                            from(_, _0{}, _).layout());
-    // (8, rows, columns) -> (row, column); thread 0's are constants, which the others' are beside
-    // by the same amount.
+    // (8, rows, columns) -> (row, column). Thread 0's are constants, from which those of another
+    // thread differ all by the same: what is compared below are constants with what is left.
     auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));
     auto beside = GmemCopy{}.get_slice(0).partition_S(make_identity_tensor(TileShape{}));
     const int rows_left = rows - static_cast<int>(get<0>(at(0, 0, 0)));
@@ -48,8 +48,8 @@ class TileLoader {
 
   // The same of the query rows of `view` that begin with `row0`.
   template <class View, class Target>
-  CUTE_DEVICE void load_rows(const View& view, const QueryRows& rows, TileCoord tile, int row0,
-                             int len_q, Target&& target) const {
+  CUTE_DEVICE void load_rows(const View& view, const QueryRows& query_rows, TileCoord tile,
+                             int row0, int len_q, Target&& target) const {
     using namespace cute;
     using Element = typename std::remove_reference_t<Target>::value_type;
     const auto thread_copy = GmemCopy{}.get_slice(thread_);
@@ -58,7 +58,7 @@ class TileLoader {
     auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));
     constexpr int kRows = decltype(size<1>(to))::value;
     constexpr int kStep = decltype(size<0>(TileShape{}))::value / kRows;
-    rows.walk<const Element, kRows, kStep>(
+    query_rows.walk<const Element, kRows, kStep>(
         view, tile, row0 + static_cast<int>(get<0>(at(0, 0, 0))), len_q,
         [&](int r, const Element* source, bool exists) {
           CUTE_UNROLL

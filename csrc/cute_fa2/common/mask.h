@@ -20,17 +20,18 @@ struct BlockRange {
 template <MaskKind kKind>
 class Mask {
  public:
-  CUTE_HOST_DEVICE Mask(const FwdParams& params, Sequence sequence, const QueryRows& rows)
+  CUTE_HOST_DEVICE Mask(const FwdParams& params, Sequence sequence, const QueryRows& query_rows)
       : len_k_(sequence.len_k),
         band_begin_(params.band_begin),
         band_end_(params.band_end),
-        rows_(rows) {}
+        query_rows_(query_rows) {}
 
   CUTE_HOST_DEVICE int begin(int row) const {
-    return kKind == MaskKind::kFull ? 0 : cute::max(0, rows_.query(row) + band_begin_);
+    return kKind == MaskKind::kFull ? 0 : cute::max(0, query_rows_.query(row) + band_begin_);
   }
   CUTE_HOST_DEVICE int end(int row) const {
-    return kKind == MaskKind::kFull ? len_k_ : cute::min(len_k_, rows_.query(row) + band_end_);
+    return kKind == MaskKind::kFull ? len_k_
+                                    : cute::min(len_k_, query_rows_.query(row) + band_end_);
   }
 
   // The key blocks of which any of the rows [row_begin, row_end) sees a key; empty (end <= begin)
@@ -86,7 +87,7 @@ class Mask {
   int len_k_;
   int band_begin_;
   int band_end_;
-  QueryRows rows_;  // of two rows the later one's query is no earlier
+  QueryRows query_rows_;  // of two rows the later one's query is no earlier
 };
 
 }  // namespace flash_cute

@@ -4,16 +4,16 @@
 
 #include <bit>
 #include <cute/tensor.hpp>
-#include <limits>
 
 #include "common/platform.h"
 #include "params.h"
 
 namespace flash_cute {
 
-// Who holds the rows of a thread's scores: the four lanes of a quad. `any` tells whether something
-// holds for one of those who go on together, `meet` stands for it where nobody has to ask; `max`
-// and `sum` reduce over the holders of each row, with the same result for all of them.
+// The holders of a row are the threads that have parts of it, here the four lanes of a quad. `any`:
+// whether the predicate is true for any of the threads that branch together, here a warp; `meet`
+// stands in its place where there is nothing to ask (it may be a barrier). `max`, `sum`: over a
+// row's holders, each of whom gets the result.
 struct RowsOfQuads {
   static CUTE_DEVICE bool any(bool predicate) { return platform::any_in_warp(predicate); }
   static CUTE_DEVICE void meet() {}
@@ -41,10 +41,11 @@ struct RowsOfQuads {
 // weighs 2^(c s - reference). The reference is c times the row's maximum as it was when last
 // raised: it follows the maximum only where a weight would exceed 2^kSlackLog2, as each rise costs
 // a rescaling of O. Several threads hold each row (`holders`): the reference is that of the whole
-// row, the sum that of the thread's own columns until `finish`.
+// row, the sum that of the thread's own columns until `normalize`.
 //
-// Without kAnyScale, scales for which FwdParams::subtract_max_first holds are left to others.
-template <int kRows_, bool kAnyScale = true>
+// Where scores are so large that fp32 would round off what the reference needs
+// (FwdParams::kFarLog2), the row is far: its maximum is taken off the scores ahead of c.
+template <int kRows_>
 class OnlineSoftmax {
  public:
   static constexpr int kRows = kRows_;
@@ -60,19 +61,18 @@ class OnlineSoftmax {
     }
   }
 
-  // One more block of scores is taken in three parts, between which there may be something else to
-  // do. `raise` lets the references follow the block's maxima; where it returns true (for all who
-  // vote together), `rescale` is to do so with `out`, the weighted sum of V so far, before anything
-  // is added to it, unless it is still 0; `weigh` replaces the scores by their weights. Both are
-  // matrices of (kRows, columns), or without the first kSkippedRows rows, which then stay as they
-  // are. In the first block of a tile (`is_first`) no row has seen a score before.
+  // A block of scores takes three calls. `raise` updates the references and returns whether any
+  // rose, the same answer for all who vote together. If so, `rescale` multiplies `out`, the
+  // weighted sum of V so far, before anything is added to it; while `out` is 0 that may be left
+  // out. `weigh` replaces the scores by their weights. `scores` and `out` are matrices of (kRows,
+  // columns), or without the first kSkippedRows rows, whose statistics then stay as they are. In
+  // the first block of a tile (`is_first`) no row has seen a score before.
   template <int kSkippedRows = 0, class Scores, class Holders = RowsOfQuads>
   CUTE_DEVICE bool raise(Scores& scores, bool is_first, const Holders& holders = {}) {
     // Each row decides for itself, so that its result does not depend on its neighbours; all decide
     // together whether there is anything to do. A thread's own columns tell whether there may be;
     // how far a row rises, its holders find together.
-    const bool all_rise = is_first || (kAnyScale && params_.subtract_max_first);
-    if (all_rise) {
+    if (is_first) {
       holders.meet();
     } else {
       bool may_rise = false;
@@ -90,26 +90,29 @@ class OnlineSoftmax {
       for (int c = 1; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
     }
     // Again, by the scores themselves: where a limit is below 0, the bits have not told.
-    if (!all_rise) {
+    if (!is_first) {
       bool rises = false;
       CUTE_UNROLL
-      for (int r = kSkippedRows; r < kRows; ++r) rises |= row_max[r - kSkippedRows] > limit_[r];
+      for (int r = kSkippedRows; r < kRows; ++r) {
+        rises |= row_max[r - kSkippedRows] > limit_[r] || is_far(limit_[r]);
+      }
       if (!holders.any(rises)) return false;
     }
     holders.max(row_max);
     CUTE_UNROLL
     for (int r = kSkippedRows; r < kRows; ++r) {
-      const float max = row_max[r - kSkippedRows];
-      const float limit = max > limit_[r] ? max + params_.slack : limit_[r];
-      if (kAnyScale && params_.subtract_max_first) {
-        rescale_[r] = platform::exp2((limit_[r] - finite(limit)) * params_.scale_log2);
+      const float max = row_max[r - kSkippedRows], before = limit_[r];
+      const float raised = is_near(max + params_.slack) ? max + params_.slack : max;
+      limit_[r] = max > before ? raised : before;
+      float rise = reference(limit_[r]) - reference(before);
+      if (platform::any_in_warp(is_far(before) || is_far(limit_[r]))) {
+        rise += (origin(limit_[r]) - origin(before)) * params_.scale_log2;
         CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c)
-          scores(r - kSkippedRows, c) -= finite(limit);
-      } else {
-        rescale_[r] = platform::exp2(reference(limit_[r]) - reference(limit));
+        for (int c = 0; c < cute::size<1>(scores); ++c) {
+          scores(r - kSkippedRows, c) -= origin(limit_[r]);
+        }
       }
-      limit_[r] = limit;
+      rescale_[r] = before == -INFINITY ? 0.f : platform::exp2(-rise);
       sum_[r] *= rescale_[r];
     }
     return true;
@@ -124,14 +127,13 @@ class OnlineSoftmax {
     }
   }
 
-  // c s - reference is one fused multiply-add a score, exact but for its last rounding. Where c is
-  // so large that c s itself has lost what tells scores apart, `raise` has subtracted the maximum.
+  // c s - reference is one fused multiply-add a score, exact but for its last rounding.
   template <int kSkippedRows = 0, class Scores>
   CUTE_DEVICE void weigh(Scores& scores) {
     float subtrahend[kRows];
     CUTE_UNROLL
     for (int r = kSkippedRows; r < kRows; ++r) {
-      subtrahend[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference(limit_[r]);
+      subtrahend[r] = reference(limit_[r]);
     }
     // Column by column, so that the weights that the product with V takes first come first.
     CUTE_UNROLL
@@ -145,8 +147,8 @@ class OnlineSoftmax {
     }
   }
 
-  // True. Asks for all weights so far, so that they are computed ahead of a branch that asks this:
-  // ptxas moves what is not needed for a branch behind it.
+  // Always true, which the compiler cannot know. It reads every sum, so that a branch that asks for
+  // it comes after all exponentials: ptxas would move some of them behind what follows.
   CUTE_DEVICE bool has_weighed() const {
     float least = sum_[0];
     CUTE_UNROLL
@@ -156,7 +158,7 @@ class OnlineSoftmax {
 
   // Divides `out` by the rows' sums. A row without a key has a sum of 0 and gets out = 0.
   template <class Out, class Holders = RowsOfQuads>
-  CUTE_DEVICE void finish(Out& out, const Holders& holders = {}) {
+  CUTE_DEVICE void normalize(Out& out, const Holders& holders = {}) {
     holders.sum(sum_);
     bool has_keyless = false;
     CUTE_UNROLL
@@ -177,8 +179,8 @@ class OnlineSoftmax {
     }
   }
 
-  // After `finish`: the log-sum-exp (natural logarithm) of row `row`, which threads choose each for
-  // itself; -inf without a key.
+  // After `normalize`: the log-sum-exp (natural logarithm) of row `row`, which threads choose each
+  // for itself; -inf without a key.
   CUTE_DEVICE float lse(int row) const {
     float limit = limit_[0], sum = sum_[0];
     CUTE_UNROLL
@@ -187,36 +189,36 @@ class OnlineSoftmax {
       sum = r == row ? sum_[r] : sum;
     }
     constexpr float kLn2 = 0.693147180559945309f;
-    const float log2_weight =
-        kAnyScale && params_.subtract_max_first ? limit * params_.scale_log2 : reference(limit);
+    const float log2_weight = origin(limit) * params_.scale_log2 + reference(limit);
     return sum == 0.f ? -INFINITY : (log2_weight + platform::log2(sum)) * kLn2;
   }
 
  private:
-  // Of a row that has seen no key: no score is below it, and -inf - reference is -inf, not NaN.
-  static constexpr float kLowest = std::numeric_limits<float>::lowest();
-
-  // The limit is what the row keeps. What is c times the maximum but for the rounding of the two
-  // steps does as well as a reference, if only all use the same.
+  // The limit is what the row keeps. Where it is near 0, what is c times the maximum but for the
+  // rounding of the two steps does as well as a reference, if only all use the same. Where it is
+  // far, the limit is the maximum, and as their origin is taken off the scores; the reference is 0
+  // then. Before the first key it is -inf, neither near nor far: weights are 2^-inf with any.
+  CUTE_DEVICE bool is_near(float limit) const { return fabsf(limit) <= params_.near_limit; }
+  CUTE_DEVICE bool is_far(float limit) const { return !is_near(limit) && limit != -INFINITY; }
+  CUTE_DEVICE float origin(float limit) const { return is_far(limit) ? limit : 0.f; }
   CUTE_DEVICE float reference(float limit) const {
-    return fmaxf(fmaf(limit, params_.scale_log2, -FwdParams::kSlackLog2), kLowest);
+    return is_near(limit) ? fmaf(limit, params_.scale_log2, -FwdParams::kSlackLog2) : 0.f;
   }
 
-  // Whether a score of row `row` exceeds `limit`, or might. Numbers of which one at least is not
-  // negative are in the order of their bits, taken for integers; and of three integers Hopper finds
-  // the greatest in one instruction.
+  // Whether a score of row `row` exceeds `limit`, or might, or the row is far. Numbers of which one
+  // at least is not negative are in the order of their bits, taken for integers; and of three
+  // integers Hopper finds the greatest in one instruction. Taken for unsigned integers, negative
+  // numbers are above all others.
   template <class Scores>
-  static CUTE_DEVICE bool may_exceed(const Scores& scores, int row, float limit) {
+  CUTE_DEVICE bool may_exceed(const Scores& scores, int row, float limit) const {
     int greatest = std::bit_cast<int>(scores(row, 0));
     CUTE_UNROLL
     for (int c = 1; c < cute::size<1>(scores); ++c) {
       greatest = cute::max(greatest, std::bit_cast<int>(scores(row, c)));
     }
-    return greatest > std::bit_cast<int>(limit) || limit < 0.f;
+    return greatest > std::bit_cast<int>(limit) ||
+           std::bit_cast<unsigned>(limit) > std::bit_cast<unsigned>(params_.near_limit);
   }
-
-  // 0 for -inf, as -inf - -inf is NaN.
-  static CUTE_DEVICE float finite(float limit) { return limit == -INFINITY ? 0.f : limit; }
 
   // A score above its row's limit makes the reference rise; -inf before the first key.
   float limit_[kRows];

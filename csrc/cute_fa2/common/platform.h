@@ -1,7 +1,7 @@
 // All that a kernel asks of the machine below CuTe's layouts: who am I, wait for the others,
 // exchange within a warp, the exponential, and the instructions behind copies and matrix products.
 // Kernels use nothing of the kind by any other way, so that another platform can stand in for the
-// GPU.
+// GPU. (What only Hopper has is in sm90/hopper.h, under the same rule.)
 #pragma once
 
 #ifndef __CUDACC__
@@ -27,7 +27,9 @@ CUTE_DEVICE void sync_block() { __syncthreads(); }
 // The same, and whether the predicate holds for any of them.
 CUTE_DEVICE bool sync_block_or(bool predicate) { return __syncthreads_or(predicate); }
 
-CUTE_DEVICE float shuffle_xor(float value, int lane_mask) {
+// Of a float or a 32-bit integer.
+template <class Word>
+CUTE_DEVICE Word shuffle_xor(Word value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
 }
 

@@ -9,7 +9,7 @@ namespace flash_cute::sm80 {
 
 struct Arguments {
   FwdParams params;
-  QueryRows rows;
+  QueryRows query_rows;
   Schedule schedule;
 };
 

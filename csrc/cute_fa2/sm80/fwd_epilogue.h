@@ -24,7 +24,7 @@ struct FwdEpilogue {
                               const Softmax& softmax) {
     using namespace cute;
     const FwdParams& params = arguments.params;
-    const QueryRows& rows = arguments.rows;
+    const QueryRows& query_rows = arguments.query_rows;
     const int row0 = tile.m_block * Traits::kBlockM;
     const int thread = platform::thread_index();
     using SmemLayoutO = typename Traits::SmemLayoutO;
@@ -43,7 +43,9 @@ struct FwdEpilogue {
     const int mine = static_cast<int>(get<1>(tOcO(0, 0))) / 2;
     if (mine < Softmax::kRows) {
       const int row = row0 + static_cast<int>(get<0>(tOcO(mine, 0)));
-      if (rows.exists(row, len_q)) *rows.find<float>(params.lse, tile, row) = softmax.lse(mine);
+      if (query_rows.exists(row, len_q)) {
+        *query_rows.find<float>(params.lse, tile, row) = softmax.lse(mine);
+      }
     }
 
     platform::sync_block();  // O is in shared memory, from all warps
@@ -53,7 +55,7 @@ struct FwdEpilogue {
     // (8, rows, columns) -> (row, column)
     auto at = thread_copy.partition_S(make_identity_tensor(ShapeO{}));
     constexpr int kRows = decltype(size<1>(from))::value;
-    rows.walk<ElementOut, kRows, Traits::kBlockM / kRows>(
+    query_rows.walk<ElementOut, kRows, Traits::kBlockM / kRows>(
         params.out, tile, row0 + static_cast<int>(get<0>(at(0, 0, 0))), len_q,
         [&](int r, ElementOut* out, bool exists) {
           CUTE_UNROLL

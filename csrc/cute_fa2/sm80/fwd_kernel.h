@@ -25,13 +25,13 @@ struct FwdKernel {
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     using namespace cute;
     const FwdParams& params = arguments.params;
-    const QueryRows& rows = arguments.rows;
+    const QueryRows& query_rows = arguments.query_rows;
     const TileCoord tile = arguments.schedule.tile(platform::block_index());
     const Sequence sequence(params);
-    const Mask<kMask> mask(params, sequence, rows);
+    const Mask<kMask> mask(params, sequence, query_rows);
 
     const DenseKeysValues<Traits> keys_values(params, tile.batch,
-                                              platform::same_in_warp(rows.kv_head(tile.head)),
+                                              platform::same_in_warp(query_rows.kv_head(tile.head)),
                                               sequence.len_k, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
@@ -40,7 +40,7 @@ struct FwdKernel {
     Mainloop::run(arguments, tile, keys_values, mask, sequence.len_q, smem, softmax, tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
-    softmax.finish(out, row_holders<Traits>(smem, platform::thread_index()));
+    softmax.normalize(out, row_holders<Traits>(smem, platform::thread_index()));
     // Where the tile is, worked out again: it would hold registers all along.
     const TileCoord done =
         arguments.schedule.tile(platform::computed_here(platform::block_index(), sequence.len_q));

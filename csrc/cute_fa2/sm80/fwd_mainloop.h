@@ -53,13 +53,13 @@ struct FwdMainloop {
                               SharedMemory& smem, Softmax& softmax, Out& tOrO) {
     using namespace cute;
     const FwdParams& params = arguments.params;
-    const QueryRows& rows = arguments.rows;
+    const QueryRows& query_rows = arguments.query_rows;
     constexpr int kBlockN = Traits::kBlockN;
     const unsigned thread = platform::thread_index();
     const int row0 = tile.m_block * Traits::kBlockM;
 
     clear(tOrO);
-    const int row_end = min(row0 + Traits::kBlockM, rows.count(len_q));
+    const int row_end = min(row0 + Traits::kBlockM, query_rows.count(len_q));
     const BlockRange visible = mask.visible_blocks(row0, row_end, kBlockN);
     if (visible.end <= visible.begin) return;
     // The walk is from the last key to the first.
@@ -72,7 +72,7 @@ struct FwdMainloop {
     // Likewise, whether it is not the first that is visited.
     auto has_previous = [&](int n_block) {
       const int end =
-          min(platform::computed_here(row0, n_block) + Traits::kBlockM, rows.count(len_q));
+          min(platform::computed_here(row0, n_block) + Traits::kBlockM, query_rows.count(len_q));
       return mask.end(end - 1) > (n_block + 1) * kBlockN;
     };
 
@@ -194,7 +194,7 @@ struct FwdMainloop {
     };
 
     const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);
-    loader_q.load_rows(params.q, rows, tile, row0, len_q, sQ);
+    loader_q.load_rows(params.q, query_rows, tile, row0, len_q, sQ);
     load_keys(last_block, false_type{});
     if constexpr (Traits::kStages == 2) load_values(last_block, false_type{});
     platform::commit_copies();

@@ -16,8 +16,8 @@ namespace sm80 {
 template <class Kernel>
 void launch(const FwdParams& params, int device, cudaStream_t stream) {
   constexpr int kBlockM = Kernel::Traits::kBlockM;
-  const QueryRows rows = QueryRows::make(params, kBlockM);
-  const Arguments arguments = {params, rows, Schedule::make(params, rows, kBlockM)};
+  const QueryRows query_rows = QueryRows::make(params, kBlockM);
+  const Arguments arguments = {params, query_rows, Schedule::make(params, query_rows, kBlockM)};
   check_grid(arguments.schedule.blocks());
   run_grid<Kernel>(arguments, arguments.schedule.blocks(), device, stream);
 }

@@ -18,12 +18,12 @@ namespace flash_cute::sm80 {
 // end.
 class Schedule {
  public:
-  static Schedule make(const FwdParams& params, const QueryRows& rows, int block_m) {
-    const int m_blocks = (rows.count(params.len_q) + block_m - 1) / block_m;
+  static Schedule make(const FwdParams& params, const QueryRows& query_rows, int block_m) {
+    const int m_blocks = (query_rows.count(params.len_q) + block_m - 1) / block_m;
     Schedule s;
-    s.blocks_ = int64_t{m_blocks} * rows.heads() * params.batch;
+    s.blocks_ = int64_t{m_blocks} * query_rows.heads() * params.batch;
     s.m_blocks_ = cutlass::FastDivmod(m_blocks);
-    s.heads_ = cutlass::FastDivmod(rows.heads());
+    s.heads_ = cutlass::FastDivmod(query_rows.heads());
     return s;
   }
 

@@ -14,7 +14,7 @@ struct Arguments {
   CUtensorMap k;  // boxes of (kBlockN, a strip)
   CUtensorMap v;  // as k
   FwdParams params;
-  QueryRows rows;
+  QueryRows query_rows;
   Schedule schedule;
 };
 

@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/layout.h"
+#include "common/platform.h"
 #include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
@@ -26,8 +27,8 @@ struct FwdEpilogue {
     const int first_row = row0 + thread / 32 * 16 + thread % 32 / 4;
     if (lane_in_quad < Softmax::kRows) {  // each of two lanes has one of the rows
       const int row = first_row + 8 * lane_in_quad;
-      if (arguments.rows.exists(row, len_q)) {
-        *arguments.rows.find<float>(params.lse, tile, row) = softmax.lse(lane_in_quad);
+      if (arguments.query_rows.exists(row, len_q)) {
+        *arguments.query_rows.find<float>(params.lse, tile, row) = softmax.lse(lane_in_quad);
       }
     }
     auto words = make_tensor<uint32_t>(  // two columns each: (2, kHeadDimV / 8)
@@ -36,8 +37,8 @@ struct FwdEpilogue {
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
       const int row = first_row + 8 * r;
-      const bool exists = arguments.rows.exists(row, len_q);
-      auto* out = arguments.rows.find<ElementOut>(params.out, tile, row);
+      const bool exists = arguments.query_rows.exists(row, len_q);
+      auto* out = arguments.query_rows.find<ElementOut>(params.out, tile, row);
       // A lane holds two columns of every eight. Four lanes trade, for each of them to have eight
       // columns that lie together: 16 bytes.
       CUTE_UNROLL
@@ -62,7 +63,7 @@ struct FwdEpilogue {
   }
   // The lower lane's `b` for the upper lane's `a`.
   static CUTE_DEVICE void exchange(uint32_t& a, uint32_t& b, bool is_upper, int lane_mask) {
-    const uint32_t other = hopper::shuffle_xor(is_upper ? a : b, lane_mask);
+    const uint32_t other = platform::shuffle_xor(is_upper ? a : b, lane_mask);
     (is_upper ? a : b) = other;
   }
 };

@@ -44,9 +44,9 @@ struct FwdKernel {
       consumer.run([&](int index, auto& softmax, auto& tOrO) {
         using namespace cute;
         const TileCoord tile = arguments.schedule.tile(platform::computed_here(index));
-        const int row0 = tile.m_block * Traits::kBlockM + (warpgroup - 1) * Traits::kRows;
+        const int row0 = tile.m_block * Traits::kBlockM + (warpgroup - 1) * Traits::kConsumerRows;
         auto out = as_matrix(tOrO);  // (rows, columns)
-        softmax.finish(out);
+        softmax.normalize(out);
         Epilogue::run(arguments, tile, row0, Sequence(arguments.params).len_q, tOrO, softmax);
       });
     }

@@ -42,7 +42,7 @@ struct FwdMainloop {
   static constexpr int kWarps = hopper::kWarpgroup / 32;
   static constexpr int kNoTile = -1;  // in place of a tile's index, after the last
 
-  using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
+  using Softmax = OnlineSoftmax<2>;  // the two rows of a thread's part of 64 x N
   using Ring = RingPosition<Traits::kStages>;
   using QRing = RingPosition<Traits::kQStages>;
 
@@ -66,8 +66,8 @@ struct FwdMainloop {
   static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, TileCoord tile) {
     const Sequence sequence(arguments.params);
     const int row0 = tile.m_block * kBlockM;
-    const int row_end = cute::min(row0 + kBlockM, arguments.rows.count(sequence.len_q));
-    const BlockRange blocks = Mask<kMask>(arguments.params, sequence, arguments.rows)
+    const int row_end = cute::min(row0 + kBlockM, arguments.query_rows.count(sequence.len_q));
+    const BlockRange blocks = Mask<kMask>(arguments.params, sequence, arguments.query_rows)
                                   .visible_blocks(row0, row_end, kBlockN);
     return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};
   }
@@ -100,9 +100,9 @@ struct FwdMainloop {
       for (int i = 0; i < kConsumers; ++i) {
         announce(i, index);
         smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);
-        load_rows<Traits::kRows>(
+        load_rows<Traits::kConsumerRows>(
             arguments_.q, params.q, smem_.q[q_.stage][i], smem_.q_full[q_.stage][i],
-            arguments_.rows.query(row0 + i * Traits::kRows), tile.head, tile.batch);
+            arguments_.query_rows.query(row0 + i * Traits::kConsumerRows), tile.head, tile.batch);
       }
       q_.advance();
       for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
@@ -133,7 +133,7 @@ struct FwdMainloop {
       empty[ring.stage].wait(ring.parity ^ 1);  // all consumers are done with the stage
       full[ring.stage].arrive_and_expect(sizeof stages[0]);
       load_rows<kBlockN>(map, view, stages[ring.stage], full[ring.stage], n_block * kBlockN,
-                         arguments_.rows.kv_head(tile.head), tile.batch);
+                         arguments_.query_rows.kv_head(tile.head), tile.batch);
       ring.advance();
     }
 
@@ -165,11 +165,11 @@ struct FwdMainloop {
       if (kInTurns && index == kConsumers - 1) pass_turn();
     }
 
-    // Works off the tiles that the producer loads. `finish(index, softmax, tOrO)` takes the result
-    // of a tile of the schedule: the weighted sum of V, ((2, 2, kHeadDimV / 8), 1, 1), and its
-    // statistics.
-    template <class Finish>
-    CUTE_DEVICE void run(Finish&& finish) {
+    // Works off the tiles that the producer loads. `finish_tile(index, softmax, tOrO)` takes the
+    // result of a tile of the schedule: the weighted sum of V, ((2, 2, kHeadDimV / 8), 1, 1), and
+    // its statistics.
+    template <class FinishTile>
+    CUTE_DEVICE void run(FinishTile&& finish_tile) {
       using namespace cute;
       auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
       auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
@@ -178,15 +178,15 @@ struct FwdMainloop {
       if (!next(work)) return;
       multiply_first_keys(work, tSrS);
       while (true) {
-        finish_keys<0>(tSrS);
+        wait_for_scores<0>(tSrS);
         attend(work, tSrS, softmax, tOrO);
         const int done = work.index;
-        if (!next(work)) return finish(done, softmax, tOrO);
-        // A tile is ended under the first product of the next. Its stores are for some lanes alone;
-        // without the last line ptxas takes the lanes of a warp to be apart from then on, and uses
-        // no more of the registers and instructions that a warp has in common.
+        if (!next(work)) return finish_tile(done, softmax, tOrO);
+        // A tile is ended under the first product of the next. Not all lanes store; from there on
+        // ptxas would take the lanes of a warp to be apart, and no longer use uniform registers, if
+        // the last line did not say that they are together.
         multiply_first_keys(work, tSrS);
-        finish(done, softmax, tOrO);
+        finish_tile(done, softmax, tOrO);
         hopper::sync_warp();
       }
     }
@@ -208,12 +208,12 @@ struct FwdMainloop {
         if (work.index == kNoTile) return false;
         const TileCoord tile = arguments_.schedule.tile(work.index);
         const Sequence sequence(arguments_.params);
-        const Mask<kMask> mask(arguments_.params, sequence, arguments_.rows);
-        work.row0 = tile.m_block * kBlockM + index_ * Traits::kRows;
+        const Mask<kMask> mask(arguments_.params, sequence, arguments_.query_rows);
+        work.row0 = tile.m_block * kBlockM + index_ * Traits::kConsumerRows;
         work.blocks = blocks_of(arguments_, tile);
-        const int rows_left = arguments_.rows.count(sequence.len_q) - work.row0;
+        const int rows_left = arguments_.query_rows.count(sequence.len_q) - work.row0;
         if (rows_left > 0) {
-          const int row_end = work.row0 + cute::min(+Traits::kRows, rows_left);
+          const int row_end = work.row0 + cute::min(+Traits::kConsumerRows, rows_left);
           const int visible_end = mask.visible_blocks(work.row0, row_end, kBlockN).end;
           // There is always a block to work on.
           const int end = cute::min(work.blocks.end, cute::max(work.blocks.begin + 1, visible_end));
@@ -237,9 +237,9 @@ struct FwdMainloop {
       }
     }
 
-    // A stage that the warp has no use for, once it is this round's. A lane that looked only after
-    // it was handed back might find it two phases on, which by parity is none; elsewhere lanes meet
-    // at the product before.
+    // Waits for a stage and hands it back unread. All lanes have to be past the wait by then: once
+    // it is handed back, the barrier may go on by two phases, and a lane that looked only then
+    // would see the old parity and wait for ever. (Elsewhere lanes meet at a product in between.)
     static CUTE_DEVICE void hand_back(hopper::Barrier& full, hopper::Barrier& empty,
                                       Ring& position) {
       full.wait(position.parity);
@@ -261,9 +261,10 @@ struct FwdMainloop {
     template <class Scores, class Out>
     CUTE_DEVICE void attend(const Work& work, Scores& tSrS, Softmax& softmax, Out& tOrO) {
       using namespace cute;
-      const Mask<kMask> mask(arguments_.params, Sequence(arguments_.params), arguments_.rows);
+      const Mask<kMask> mask(arguments_.params, Sequence(arguments_.params), arguments_.query_rows);
       // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
-      auto words = make_tensor<uint32_t>(Int<Traits::kRows * kBlockN / hopper::kWarpgroup / 2>{});
+      auto words =
+          make_tensor<uint32_t>(Int<Traits::kConsumerRows * kBlockN / hopper::kWarpgroup / 2>{});
       auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
       auto scores = as_matrix(tSrS);  // (rows, columns)
       auto out = as_matrix(tOrO);     // (rows, columns)
@@ -273,20 +274,20 @@ struct FwdMainloop {
       bool is_multiplying = false;
       CUTE_NO_UNROLL
       for (int n_block = work.blocks.end - 1;; --n_block) {
-        if (mask.cuts(work.row0, Traits::kRows, n_block * kBlockN, kBlockN)) {
+        if (mask.cuts(work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN)) {
           // (rows, columns) -> (row, key)
           auto coords = [](int thread) {
             return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
                 make_identity_tensor(typename Traits::ShapeS{})));
           };
           mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
-                     coords(0), work.row0, Traits::kRows, n_block * kBlockN, kBlockN);
+                     coords(0), work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN);
         }
         const bool rises = softmax.raise(scores, !is_multiplying);
         softmax.weigh(scores);
         // All of this runs under the product of the block before with V, if it stands before the
-        // wait in the machine code as well: ptxas moves a wait ahead of arithmetic, but not ahead
-        // of a branch that asks for its results, as that at the last use of Q does.
+        // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
+        // of a branch that needs the results, so the branch for the last use of Q asks for them.
         warpgroup_fence_operand(tSrS);
         if (softmax.has_weighed() && n_block == work.blocks.begin) release_queries();
         hopper::wait_products<0>();
@@ -302,7 +303,7 @@ struct FwdMainloop {
         multiply_values(tSrP, tOrO);
         pass_turn();
         is_multiplying = true;
-        finish_keys<1>(tSrS);
+        wait_for_scores<1>(tSrS);
       }
       multiply_values(tSrP, tOrO);
       hopper::wait_products<0>();
@@ -311,7 +312,7 @@ struct FwdMainloop {
     }
 
     template <int kInFlight, class Scores>
-    CUTE_DEVICE void finish_keys(Scores& tSrS) {
+    CUTE_DEVICE void wait_for_scores(Scores& tSrS) {
       hopper::wait_products<kInFlight>();
       cute::warpgroup_fence_operand(tSrS);
       release_keys();

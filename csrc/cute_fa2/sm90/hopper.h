@@ -32,10 +32,6 @@ CUTE_DEVICE bool is_first_lane() { return threadIdx.x % 32 == 0; }
 // The lanes of a warp wait for each other.
 CUTE_DEVICE void sync_warp() { __syncwarp(); }
 
-CUTE_DEVICE uint32_t shuffle_xor(uint32_t value, int lane_mask) {
-  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
-}
-
 // 16 bytes to global memory in one instruction; nvcc may tear a plain store of a uint4 apart.
 CUTE_DEVICE void store_words(void* target, const uint32_t (&words)[4]) {
   __stwb(static_cast<uint4*>(target), uint4{words[0], words[1], words[2], words[3]});

@@ -21,8 +21,8 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
   check_grid(static_cast<int64_t>((params.len_q + Traits::kBlockM - 1) / Traits::kBlockM) *
              params.heads_q * params.batch);
   // A consumer's rows are one box, in which an expanded dimension cannot be.
-  const QueryRows rows =
-      QueryRows::make(params, Traits::kBlockM, params.q.stride_head != 0 ? Traits::kRows : 1);
+  const QueryRows query_rows = QueryRows::make(
+      params, Traits::kBlockM, params.q.stride_head != 0 ? Traits::kConsumerRows : 1);
   bind_context(device);
   const int heads_kv = params.heads_q / params.heads_per_kv_head;
   auto map_keys = [&](const TensorView<const void*>& view) {
@@ -30,14 +30,14 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
                            Traits::kBlockN, Traits::kStrip);
   };
   const Arguments arguments = {
-      make_tensor_map(params.q, dtype, params.batch, params.heads_q, rows.group(), params.len_q,
-                      params.head_dim, rows.rows_of_query(), Traits::kRows / rows.rows_of_query(),
-                      Traits::kStrip),
+      make_tensor_map(params.q, dtype, params.batch, params.heads_q, query_rows.group(),
+                      params.len_q, params.head_dim, query_rows.rows_of_query(),
+                      Traits::kConsumerRows / query_rows.rows_of_query(), Traits::kStrip),
       map_keys(params.k),
       map_keys(params.v),
       params,
-      rows,
-      Schedule::make(params, rows, mask, Traits::kBlockM, multiprocessors_of(device)),
+      query_rows,
+      Schedule::make(params, query_rows, mask, Traits::kBlockM, multiprocessors_of(device)),
   };
   run_grid<Kernel>(arguments, arguments.schedule.blocks(), device, stream);
 }

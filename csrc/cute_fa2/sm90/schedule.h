@@ -26,15 +26,15 @@ namespace flash_cute::sm90 {
 // block, so that its last round, in which there is not a tile for everybody, favours others.
 class Schedule {
  public:
-  static Schedule make(const FwdParams& params, const QueryRows& rows, MaskKind mask, int block_m,
-                       int multiprocessors) {
+  static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
+                       int block_m, int multiprocessors) {
     constexpr int64_t kSectionBytes = 32 << 20;  // of 50 MB L2
-    const int row_count = rows.count(params.len_q);
+    const int row_count = query_rows.count(params.len_q);
     const int m_blocks = (row_count - 1) / block_m + 1;
-    const int heads = rows.heads() * params.batch;
+    const int heads = query_rows.heads() * params.batch;
 
     // Of a tile if it had `tile_rows`: rows by keys.
-    const Mask<MaskKind::kBanded> band(params, Sequence(params), rows);
+    const Mask<MaskKind::kBanded> band(params, Sequence(params), query_rows);
     const auto work = [&](int m_block, int64_t tile_rows) {
       const int row0 = m_block * block_m, row_end = std::min(row0 + block_m, row_count);
       return tile_rows * (mask == MaskKind::kFull
@@ -44,7 +44,7 @@ class Schedule {
     const bool from_first = m_blocks > 1 && work(0, block_m) > work(m_blocks - 2, block_m);
     // A consumer with few rows works as long as one with all of its own; one without any waits for
     // the others, who alone take more than half of a whole tile's time.
-    constexpr int kRows = FwdSm90Config::kRows;
+    constexpr int kRows = FwdSm90Config::kConsumerRows;
     const int rows_left = (row_count - (m_blocks - 1) * block_m + kRows - 1) / kRows * kRows;
     const int last_rows = std::max(rows_left, block_m * 3 / 5);
     const int64_t last_work = work(m_blocks - 1, last_rows);
@@ -56,12 +56,13 @@ class Schedule {
     // Equal tiles need no order but that of memory.
     const bool equal = mask == MaskKind::kFull && last_rows == block_m;
     // As few sections as may be, of as many K and V heads each, but for the last.
-    const int kv_heads = heads / rows.heads_per_kv_head();
+    const int kv_heads = heads / query_rows.heads_per_kv_head();
     const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
     const int in_l2 =
         static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, kv_heads));
     const int sections = (kv_heads - 1) / in_l2 + 1;
-    const int section = equal ? 1 : ((kv_heads - 1) / sections + 1) * rows.heads_per_kv_head();
+    const int section =
+        equal ? 1 : ((kv_heads - 1) / sections + 1) * query_rows.heads_per_kv_head();
     // A section of much less than two rounds, dealt out anew, would leave blocks without a tile.
     const int64_t section_tiles = int64_t{section} * m_blocks;
     const bool anew = !equal && 3 * section_tiles >= 4 * int64_t{multiprocessors};
@@ -76,7 +77,7 @@ class Schedule {
     s.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
     s.section_ = cutlass::FastDivmod(section);
     s.last_section_ = cutlass::FastDivmod(std::max(1, heads % section));
-    s.heads_ = cutlass::FastDivmod(rows.heads());
+    s.heads_ = cutlass::FastDivmod(query_rows.heads());
     return s;
   }
 

@@ -21,7 +21,7 @@ struct FwdTraits {
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim;
   static constexpr int kConsumers = kConfig.consumers;
-  static constexpr int kRows = kConfig.kRows;  // query rows of a consumer
+  static constexpr int kConsumerRows = kConfig.kConsumerRows;  // query rows of a consumer
   static constexpr int kBlockM = kConfig.block_m();
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kStages = kConfig.stages;
@@ -29,11 +29,11 @@ struct FwdTraits {
   static constexpr int kThreads = kConfig.threads();
   static constexpr int kMinBlocks = 1;
 
-  using ShapeQ = cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>;
+  using ShapeQ = cute::Shape<cute::Int<kConsumerRows>, cute::Int<kHeadDim>>;
   using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;
   using ShapeVt = cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>;
-  using ShapeS = cute::Shape<cute::Int<kRows>, cute::Int<kBlockN>>;
-  using ShapeO = cute::Shape<cute::Int<kRows>, cute::Int<kHeadDimV>>;
+  using ShapeS = cute::Shape<cute::Int<kConsumerRows>, cute::Int<kBlockN>>;
+  using ShapeO = cute::Shape<cute::Int<kConsumerRows>, cute::Int<kHeadDimV>>;
 
   // A consumer, one warpgroup, multiplies its 64 rows: S = Q K^T from shared memory, O += P V with
   // P from the registers in which the softmax left it.
@@ -64,7 +64,7 @@ struct FwdTraits {
   // "full" barriers say that a tile has arrived, "empty" ones that all its readers are done with
   // it.
   struct SharedMemory {
-    alignas(1024) Element q[kQStages][kConsumers][kRows * kHeadDim];
+    alignas(1024) Element q[kQStages][kConsumers][kConsumerRows * kHeadDim];
     alignas(1024) Element k[kStages][kBlockN * kHeadDim];
     alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
     int tile[kQStages][kConsumers];  // of the schedule, whose rows are in q
