@@ -97,8 +97,9 @@ def compare(
 
 
 def _yardstick(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[int, int, int]) -> Tensor:
-    repeats = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    if q.shape[1] != k.shape[1]:
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
     keys = torch.arange(k.shape[2], device=q.device)
     begin, end = reference.visible_keys(
         torch.arange(q.shape[2], device=q.device), k.shape[2], *band

@@ -5,6 +5,7 @@ and what is allowed.
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 
@@ -287,7 +288,8 @@ def test_the_import_leaves_dynamo_out():
         "import sys, torch; before = 'torch._dynamo' in sys.modules; import flash_cute; "
         "sys.exit('torch._dynamo' in sys.modules and not before)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
     # So this decorator has to do by itself what torch's does.
     ours, torchs = (
         decorate(lambda: None)

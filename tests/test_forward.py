@@ -16,8 +16,6 @@ from support import (
     LENGTHS,
     ONE_KERNEL_EACH,
     check,
-    check_exactly,
-    far_inputs,
     poisoned,
     random_inputs,
     rising_inputs,
@@ -83,15 +81,6 @@ def test_scales(device, dtype, scale, is_causal):
 def test_scores_below_zero_that_rise(device, dtype, scale, is_causal):
     inputs = rising_inputs(1, 2, 150, len_k=700, dtype=dtype, device=device)
     check(*inputs, is_causal, scale)
-
-
-@BOTH_MASKS
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("device, dtype", ALL_KERNELS)
-def test_far_scores(device, dtype, head_dim, is_causal):
-    inputs = far_inputs(1, 2, 150, head_dim, len_k=300, dtype=dtype, device=device)
-    out, lse = run(*inputs, is_causal)
-    check_exactly(out, lse, *inputs, is_causal)
 
 
 @pytest.mark.parametrize("exponent", [22, 23, 30])

@@ -47,6 +47,7 @@ const char* why_no_tensor_map(const TensorView<const void*>& view, int heads, in
 const char* why_sm90_cannot_read(const FwdParams& params) {
   if (params.len_k == 0) return "there are no keys";
   if (params.q_factor != 1.f) return "softmax_scale is not above 0";
+  if (params.subtract_max_first) return "softmax_scale is too large";
   const int heads_kv = params.heads_q / params.heads_per_kv_head, head_dim = params.head_dim;
   const char* reason = why_no_tensor_map(params.q, params.heads_q, params.len_q, head_dim);
   if (!reason) reason = why_no_tensor_map(params.k, heads_kv, params.len_k, head_dim);

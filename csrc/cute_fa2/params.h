@@ -44,18 +44,16 @@ struct FwdParams {
   int band_begin;
   int band_end;
 
-  // softmax_scale in two parts, so that the main loop only ever meets a positive, finite factor:
-  float q_factor;    // sign of softmax_scale (-1, 0 or 1), multiplied into Q once
-  float scale_log2;  // |softmax_scale| * log2(e), as exponentials are taken in base 2
-
-  // For the running softmax (online_softmax.h), as scores:
-  float slack;       // how far one may exceed the maximum that is followed: kSlackLog2 / scale_log2
-  float near_limit;  // beyond it, below and above 0, a limit is far: kFarLog2 / scale_log2
+  // softmax_scale in three parts, so that the main loop only ever meets a positive, finite factor:
+  float q_factor;           // sign of softmax_scale (-1, 0 or 1), multiplied into Q once
+  float scale_log2;         // |softmax_scale| * log2(e), as exponentials are taken in base 2
+  bool subtract_max_first;  // the scale is so large that score * scale could overflow: see
+                            // online_softmax.h
+  float slack;              // by how much a score may exceed the maximum before the running softmax
+                            // follows it: kSlackLog2 / scale_log2, but 0 with subtract_max_first
 
   // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
   static constexpr float kSlackLog2 = 8.f;
-  // From here on fp32 would round kSlackLog2 by more than half a power of 2 when it is added.
-  static constexpr float kFarLog2 = 1 << 22;
 };
 
 // Rows and keys are counted in 32 bits, sums of two lengths included.
@@ -64,7 +62,9 @@ constexpr int64_t kMaxLength = int64_t{1} << 30;
 // softmax_scale as the kernels take it.
 inline void set_scale(FwdParams& params, double softmax_scale) {
   constexpr double kLog2e = 1.4426950408889634;
-  // These keep the factor a normal number: -inf x factor is -inf, (s - max) x factor not NaN.
+  // Beyond the first, an ordinary score times the scale may be more than fp32 can subtract exactly;
+  // the others keep the factor a normal number: -inf x factor is -inf, (s - max) x factor not NaN.
+  constexpr double kLarge = 256;
   constexpr double kMin = std::numeric_limits<float>::min();
   constexpr double kMax = std::numeric_limits<float>::max();
   params.q_factor = softmax_scale > 0 ? 1.f : softmax_scale < 0 ? -1.f : 0.f;
@@ -72,12 +72,12 @@ inline void set_scale(FwdParams& params, double softmax_scale) {
       softmax_scale == 0
           ? 1.f
           : static_cast<float>(std::clamp(std::abs(softmax_scale) * kLog2e, kMin, kMax));
+  params.subtract_max_first = params.scale_log2 > kLarge;
   // A quarter of what there is leaves room to add it to a score.
-  const auto as_score = [&](double log2) {
-    return static_cast<float>(std::min(log2 / params.scale_log2, kMax / 4));
-  };
-  params.slack = as_score(FwdParams::kSlackLog2);
-  params.near_limit = as_score(FwdParams::kFarLog2);
+  params.slack = params.subtract_max_first
+                     ? 0.f
+                     : static_cast<float>(
+                           std::min(double{FwdParams::kSlackLog2} / params.scale_log2, kMax / 4));
 }
 
 // The window as the band that the kernels take; returns whether it leaves anything out.

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases import check, check_far
+from cases import check
 from support import BANDS, HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs, rising_inputs
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -74,13 +74,6 @@ def test_rows_that_skip_blocks_rise(emulator):
 def test_scores_below_zero_that_rise(emulator, head_dim, scale, dtype, is_causal):
     inputs = rising_inputs(1, 2, 150, head_dim, len_k=300, dtype=dtype)
     check(emulator, *map(poisoned, inputs), is_causal, scale)
-
-
-@BOTH_MASKS
-@BOTH_DTYPES
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
-def test_far_scores(emulator, head_dim, dtype, is_causal):
-    check_far(emulator, head_dim, dtype, is_causal)
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e10, 1e300])

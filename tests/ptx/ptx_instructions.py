@@ -317,12 +317,7 @@ def special(function: Callable[..., np.ndarray]) -> Callable[..., Step]:
 COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal,
-}  # fmt: skip
-#: Of floats: or one of them is NaN.
-UNORDERED: dict[str, Callable[..., np.ndarray]] = {
-    "neu": lambda a, b: ~np.equal(a, b),
-    "ltu": lambda a, b: ~np.greater_equal(a, b), "leu": lambda a, b: ~np.greater(a, b),
-    "gtu": lambda a, b: ~np.less_equal(a, b), "geu": lambda a, b: ~np.less(a, b),
+    "geu": lambda a, b: ~np.less(a, b),  # of floats: or one of them is NaN
 }  # fmt: skip
 
 
@@ -330,8 +325,9 @@ def compare(modifiers: list[str], operands: list[Operand]) -> Step | None:
     how, kind = modifiers[0], modifiers[-1]
     if len(modifiers) != 2 or len(operands) != 3 or (how, kind) == ("ne", "f32"):
         return None
-    known = COMPARISONS | UNORDERED if kind == "f32" else COMPARISONS
-    return elementwise(known[how], TYPES[kind], operands)
+    if how == "geu" and kind != "f32":
+        return None
+    return elementwise(COMPARISONS[how], TYPES[kind], operands)
 
 
 def select(modifiers: list[str], operands: list[Operand]) -> Step:
@@ -871,7 +867,6 @@ def without_effect(form: str) -> Callable[..., Step | None]:
 BUILDERS: dict[str, Callable[[list[str], list[Operand]], Step | None]] = {
     "ret": leave, "exit": leave,
     "add": simple(np.add), "sub": simple(np.subtract), "neg": simple(np.negative),
-    "abs": simple(np.abs),
     "and": simple(np.bitwise_and), "or": simple(np.bitwise_or), "xor": simple(np.bitwise_xor),
     "not": simple(np.bitwise_not), "mul": multiply, "mad": multiply, "fma": multiply, "div": divide,
     "shl": shift(np.left_shift), "shr": shift(np.right_shift),

@@ -9,7 +9,7 @@ import re
 
 import pytest
 import torch
-from cases import check, check_far
+from cases import check
 from support import BANDS, poisoned, random_inputs
 
 pytest.importorskip("numpy")
@@ -83,17 +83,10 @@ def test_scales(sm80, sm90, scale):
         check(sm90[BF16], *map(poisoned, inputs), True, scale, multiprocessors=1)
 
 
-@pytest.mark.parametrize("head_dim, dtype", [(64, FP16), (128, BF16)])
-def test_far_scores(sm80, sm90, head_dim, dtype):
-    check_far(sm80[dtype], head_dim, dtype)
-    check_far(sm90[dtype], head_dim, dtype, multiprocessors=1)
-
-
-@pytest.mark.parametrize("arch", ["sm80", "sm90"])
-def test_huge_scale_picks_the_greatest_scores(sm80, sm90, arch):
+def test_huge_scale_picks_the_greatest_scores(sm80):
     q, k, v = random_inputs(1, 1, 70, 64, len_k=130, dtype=BF16)
     q, k = (2 * q).round(), (2 * k).round()
-    out, _, _ = {"sm80": sm80, "sm90": sm90}[arch][BF16].forward(q, k, v, 1e10)
+    out, _, _ = sm80[BF16].forward(q, k, v, 1e10)
     scores = q.double() @ k.double().mT
     best = (scores == scores.amax(-1, keepdim=True)).double()
     exact = best / best.sum(-1, keepdim=True) @ v.double()

@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cute/tensor.hpp>
+#include <limits>
 
 #include "common/platform.h"
 #include "params.h"
@@ -43,9 +44,8 @@ struct RowsOfQuads {
 // a rescaling of O. Several threads hold each row (`holders`): the reference is that of the whole
 // row, the sum that of the thread's own columns until `normalize`.
 //
-// Where scores are so large that fp32 would round off what the reference needs
-// (FwdParams::kFarLog2), the row is far: its maximum is taken off the scores ahead of c.
-template <int kRows_>
+// Without kAnyScale, scales for which FwdParams::subtract_max_first holds are left to others.
+template <int kRows_, bool kAnyScale = true>
 class OnlineSoftmax {
  public:
   static constexpr int kRows = kRows_;
@@ -61,10 +61,11 @@ class OnlineSoftmax {
     }
   }
 
-  // A block of scores takes three calls. `raise` updates the references and returns whether any
-  // rose, the same answer for all who vote together. If so, `rescale` multiplies `out`, the
-  // weighted sum of V so far, before anything is added to it; while `out` is 0 that may be left
-  // out. `weigh` replaces the scores by their weights. `scores` and `out` are matrices of (kRows,
+  // A block of scores takes three calls. `raise` updates the references, and returns false where
+  // none rose, the same for all who vote together. Where it returns true, `rescale` multiplies
+  // `out`, the weighted sum of V so far, before anything is added to it; while `out` is 0 that may
+  // be left out. `weigh` replaces the scores by their weights; they have to be those that `raise`
+  // has had, which may have subtracted the maximum. `scores` and `out` are matrices of (kRows,
   // columns), or without the first kSkippedRows rows, whose statistics then stay as they are. In
   // the first block of a tile (`is_first`) no row has seen a score before.
   template <int kSkippedRows = 0, class Scores, class Holders = RowsOfQuads>
@@ -72,7 +73,8 @@ class OnlineSoftmax {
     // Each row decides for itself, so that its result does not depend on its neighbours; all decide
     // together whether there is anything to do. A thread's own columns tell whether there may be;
     // how far a row rises, its holders find together.
-    if (is_first) {
+    const bool all_rise = is_first || (kAnyScale && params_.subtract_max_first);
+    if (all_rise) {
       holders.meet();
     } else {
       bool may_rise = false;
@@ -90,29 +92,26 @@ class OnlineSoftmax {
       for (int c = 1; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
     }
     // Again, by the scores themselves: where a limit is below 0, the bits have not told.
-    if (!is_first) {
+    if (!all_rise) {
       bool rises = false;
       CUTE_UNROLL
-      for (int r = kSkippedRows; r < kRows; ++r) {
-        rises |= row_max[r - kSkippedRows] > limit_[r] || is_far(limit_[r]);
-      }
+      for (int r = kSkippedRows; r < kRows; ++r) rises |= row_max[r - kSkippedRows] > limit_[r];
       if (!holders.any(rises)) return false;
     }
     holders.max(row_max);
     CUTE_UNROLL
     for (int r = kSkippedRows; r < kRows; ++r) {
-      const float max = row_max[r - kSkippedRows], before = limit_[r];
-      const float raised = is_near(max + params_.slack) ? max + params_.slack : max;
-      limit_[r] = max > before ? raised : before;
-      float rise = reference(limit_[r]) - reference(before);
-      if (platform::any_in_warp(is_far(before) || is_far(limit_[r]))) {
-        rise += (origin(limit_[r]) - origin(before)) * params_.scale_log2;
+      const float max = row_max[r - kSkippedRows];
+      const float limit = max > limit_[r] ? max + params_.slack : limit_[r];
+      if (kAnyScale && params_.subtract_max_first) {
+        rescale_[r] = platform::exp2((limit_[r] - finite(limit)) * params_.scale_log2);
         CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) {
-          scores(r - kSkippedRows, c) -= origin(limit_[r]);
-        }
+        for (int c = 0; c < cute::size<1>(scores); ++c)
+          scores(r - kSkippedRows, c) -= finite(limit);
+      } else {
+        rescale_[r] = platform::exp2(reference(limit_[r]) - reference(limit));
       }
-      rescale_[r] = before == -INFINITY ? 0.f : platform::exp2(-rise);
+      limit_[r] = limit;
       sum_[r] *= rescale_[r];
     }
     return true;
@@ -127,13 +126,14 @@ class OnlineSoftmax {
     }
   }
 
-  // c s - reference is one fused multiply-add a score, exact but for its last rounding.
+  // c s - reference is one fused multiply-add a score, exact but for its last rounding. Where c is
+  // so large that c s itself has lost what tells scores apart, `raise` has subtracted the maximum.
   template <int kSkippedRows = 0, class Scores>
   CUTE_DEVICE void weigh(Scores& scores) {
     float subtrahend[kRows];
     CUTE_UNROLL
     for (int r = kSkippedRows; r < kRows; ++r) {
-      subtrahend[r] = reference(limit_[r]);
+      subtrahend[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference(limit_[r]);
     }
     // Column by column, so that the weights that the product with V takes first come first.
     CUTE_UNROLL
@@ -189,36 +189,36 @@ class OnlineSoftmax {
       sum = r == row ? sum_[r] : sum;
     }
     constexpr float kLn2 = 0.693147180559945309f;
-    const float log2_weight = origin(limit) * params_.scale_log2 + reference(limit);
+    const float log2_weight =
+        kAnyScale && params_.subtract_max_first ? limit * params_.scale_log2 : reference(limit);
     return sum == 0.f ? -INFINITY : (log2_weight + platform::log2(sum)) * kLn2;
   }
 
  private:
-  // The limit is what the row keeps. Where it is near 0, what is c times the maximum but for the
-  // rounding of the two steps does as well as a reference, if only all use the same. Where it is
-  // far, the limit is the maximum, and as their origin is taken off the scores; the reference is 0
-  // then. Before the first key it is -inf, neither near nor far: weights are 2^-inf with any.
-  CUTE_DEVICE bool is_near(float limit) const { return fabsf(limit) <= params_.near_limit; }
-  CUTE_DEVICE bool is_far(float limit) const { return !is_near(limit) && limit != -INFINITY; }
-  CUTE_DEVICE float origin(float limit) const { return is_far(limit) ? limit : 0.f; }
+  // Of a row that has seen no key: no score is below it, and -inf - reference is -inf, not NaN.
+  static constexpr float kLowest = std::numeric_limits<float>::lowest();
+
+  // The limit is what the row keeps. What is c times the maximum but for the rounding of the two
+  // steps does as well as a reference, if only all use the same.
   CUTE_DEVICE float reference(float limit) const {
-    return is_near(limit) ? fmaf(limit, params_.scale_log2, -FwdParams::kSlackLog2) : 0.f;
+    return fmaxf(fmaf(limit, params_.scale_log2, -FwdParams::kSlackLog2), kLowest);
   }
 
-  // Whether a score of row `row` exceeds `limit`, or might, or the row is far. Numbers of which one
-  // at least is not negative are in the order of their bits, taken for integers; and of three
-  // integers Hopper finds the greatest in one instruction. Taken for unsigned integers, negative
-  // numbers are above all others.
+  // Whether a score of row `row` exceeds `limit`, or might. Numbers of which one at least is not
+  // negative are in the order of their bits, taken for integers; and of three integers Hopper finds
+  // the greatest in one instruction.
   template <class Scores>
-  CUTE_DEVICE bool may_exceed(const Scores& scores, int row, float limit) const {
+  static CUTE_DEVICE bool may_exceed(const Scores& scores, int row, float limit) {
     int greatest = std::bit_cast<int>(scores(row, 0));
     CUTE_UNROLL
     for (int c = 1; c < cute::size<1>(scores); ++c) {
       greatest = cute::max(greatest, std::bit_cast<int>(scores(row, c)));
     }
-    return greatest > std::bit_cast<int>(limit) ||
-           std::bit_cast<unsigned>(limit) > std::bit_cast<unsigned>(params_.near_limit);
+    return greatest > std::bit_cast<int>(limit) || limit < 0.f;
   }
+
+  // 0 for -inf, as -inf - -inf is NaN.
+  static CUTE_DEVICE float finite(float limit) { return limit == -INFINITY ? 0.f : limit; }
 
   // A score above its row's limit makes the reference rise; -inf before the first key.
   float limit_[kRows];

@@ -42,7 +42,7 @@ struct FwdMainloop {
   static constexpr int kWarps = hopper::kWarpgroup / 32;
   static constexpr int kNoTile = -1;  // in place of a tile's index, after the last
 
-  using Softmax = OnlineSoftmax<2>;  // the two rows of a thread's part of 64 x N
+  using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
   using Ring = RingPosition<Traits::kStages>;
   using QRing = RingPosition<Traits::kQStages>;
 
