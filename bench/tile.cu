@@ -88,3 +88,9 @@ extern "C" __attribute__((visibility("default"))) const char* forward(
     return error.c_str();
   }
 }
+
+// What a block takes of a multiprocessor, registers apart.
+extern "C" __attribute__((visibility("default"))) void tile_needs(int* threads, int* smem_bytes) {
+  *threads = flash_cute::Traits::kThreads;
+  *smem_bytes = sizeof(flash_cute::Traits::SharedMemory);
+}

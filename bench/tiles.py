@@ -10,7 +10,8 @@ A tile is given by the members of `FwdSm90Config` or `FwdConfig` in csrc/cute_fa
     sm80    head_dim,block_m,block_n,row_warps,stages,q_in_registers[,column_warps]
 
 The first two commands need no GPU: they compile each tile, for Hopper, to a library of its own, and
-say how many registers it takes and whether it spills.
+say how many registers it takes, whether it spills, and of sm80 how busy it should keep the tensor
+cores, by simulation (bench/simulate.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from bench import simulate
 from bench.baselines import Call as BoundCall
 from bench.baselines import Provider, Result
 from bench.cases import DTYPES, Case
@@ -75,9 +77,27 @@ def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: P
         return False
     registers = "/".join(re.findall(r"Used (\d+) registers", report))
     spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
-    serialized = "; wgmma serialized" if "Potential Performance Loss" in report else ""
-    print(f"{target}: {registers} registers, {spills} bytes spilled{serialized}", flush=True)
+    line = f"{target}: {registers} registers, {spills} bytes spilled"
+    if "Potential Performance Loss" in report:
+        line += "; wgmma serialized"
+    if arch == "sm80":
+        line += simulated(target, max(map(int, registers.split("/"))))
+    print(line, flush=True)
     return True
+
+
+def simulated(library: Path, registers: int) -> str:
+    """What to say of the simulation of the tile without a mask."""
+    threads, smem_bytes = ctypes.c_int(), ctypes.c_int()
+    ctypes.CDLL(str(library)).tile_needs(ctypes.byref(threads), ctypes.byref(smem_bytes))
+    blocks = simulate.blocks_on_multiprocessor(threads.value, registers, smem_bytes.value)
+    kernels = simulate.kernels_of(library)
+    unmasked = next((code for name, code in kernels.items() if "MaskKindE0" in name), None)
+    if unmasked is None:
+        return ""  # no cuobjdump
+    step = simulate.usual_step(unmasked)
+    share = simulate.share_of_products(step, blocks, threads.value)
+    return f"; {blocks} block(s) on a multiprocessor, tensor cores busy {share:.0%} (simulated)"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,13 +6,8 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +15,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
+from bench import simulate
 from flash_cute import checks, ops, tolerance
 
 _GPU = pytest.mark.gpu
@@ -219,13 +215,7 @@ def check(
 @functools.cache
 def cuobjdump(*arguments: str) -> str:
     """What cuobjdump says of the library; skips the test where there is no cuobjdump."""
-    packaged = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin")  # with nvdisasm beside it
-    path = f"{packaged}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/local/cuda/bin"
-    program = shutil.which("cuobjdump", path=path)
-    if not program or not shutil.which("nvdisasm", path=path):
+    text = simulate.cuobjdump(ops.LIBRARY, *arguments)
+    if text is None:
         pytest.skip("needs cuobjdump and nvdisasm: the PyPI packages of nvidia-cuda-<name>")
-    command = [program, *arguments, str(ops.LIBRARY)]
-    environment = {**os.environ, "PATH": path}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    return text

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import baselines, check, harness, host_time, memory, readme_table, run, tables, tiles
+from bench import (
+    baselines,
+    check,
+    harness,
+    host_time,
+    memory,
+    readme_table,
+    run,
+    simulate,
+    tables,
+    tiles,
+)
 from bench.baselines import PROVIDERS
 from bench.cases import SUITES, Case, make_inputs, square
 from flash_cute import reference
@@ -145,11 +157,15 @@ def test_a_tile_becomes_a_provider(tmp_path: Path, capsys: pytest.CaptureFixture
     if not build_library.find_cuda() or not build_library.find_cutlass():
         pytest.skip("needs nvcc and CUTLASS")
     assert tiles.main(["sm80", "32,64,32,4,1,false", "--out", str(tmp_path)]) == 0
-    assert "0 bytes spilled" in capsys.readouterr().out
+    report = capsys.readouterr().out
+    assert "0 bytes spilled" in report
+    library = tmp_path / "sm80_32_64_32_4_1_false_bf16.so"
+    can_be_read = simulate.cuobjdump(library, "-lelf") is not None
+    assert bool(re.search(r"tensor cores busy \d\d% \(simulated\)", report)) == can_be_read
     assert tiles.main(["sm80", "32,64,24,4,1,false", "--out", str(tmp_path)]) == 1
     assert "cannot be compiled" in capsys.readouterr().out
 
-    provider = tiles.provider(tmp_path / "sm80_32_64_32_4_1_false_bf16.so")
+    provider = tiles.provider(library)
     case = dataclasses.replace(square(1, 100, 2, 32, causal=True), dtype="bf16")
     options = dataclasses.replace(FAST, device=harness.default_device())
     (row,) = harness.measure(case, [provider], options)
