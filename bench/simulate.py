@@ -3,8 +3,10 @@
 A multiprocessor has four partitions, among which the warps of its thread blocks are dealt out. This
 plays one of them, with the warps that it has, through the step of the main loop: each warp issues
 in order, no sooner than the stall counts and the barriers beside its instructions allow, which
-ptxas writes there, and than the unit is free that the instruction needs. The other three do the
-same meanwhile, as shared memory feels. What was copied has arrived, and blocks start at random.
+ptxas writes there, and than the unit is free that the instruction needs. The other three are taken
+to do the same meanwhile, so that an access to shared memory takes the time of four. cp.async is
+taken to have arrived, and blocks start at random times. Blocks have a multiple of four warps, and
+one barrier.
 
     python -m bench.tiles sm80 64,128,64,4,2,true       # says it of each tile
 
@@ -21,31 +23,35 @@ import shutil
 import statistics
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 #: Cycles for which a warp's instruction takes its unit, of a partition. Measured on an H200:
 #: mma.sync m16n8k16 at 627 TFLOP/s and 1980 MHz, ex2 at 4.2e12 a second, ldmatrix at 88% of the
-#: 128 bytes a cycle that the partitions share. The others: 32 lanes of fp32, 16 of integers.
+#: 128 bytes a cycle that the partitions share. Not measured: 32 lanes of fp32, 16 of integers.
 CYCLES = {"tensor": 6.83, "special": 8.0, "shared": 18.0, "word": 4.0, "fp32": 1.0, "integer": 2.0,
           "multiply": 2.0}  # fmt: skip
-#: From then on until the result is there, for those whose consumers wait at a barrier.
+# Assumed, as is common for such chips: from the end of those cycles until the result is there, of
+# the instructions whose consumers wait at a barrier; until operands have been read; from the last
+# arrival at a block's barrier until its warps go on; how long shared memory's queue may hold up the
+# warp (at random, from 0 on).
 LATENCY = {"special": 23.0, "shared": 33.0, "word": 33.0}
 OTHER_LATENCY = 25.0
 OPERANDS_READ = 12.0
+BLOCK_BARRIER = 25.0
+QUEUE = 10.0
 #: Products of one warp: 568 TFLOP/s with one on each partition.
 PRODUCT_SPACING = 7.55
-BLOCK_BARRIER = 25.0
 
 UNITS = (
     ("tensor", r"HMMA"),
     ("special", r"MUFU"),
-    ("shared", r"LDSM|LDGSTS|(LDS|STS)\.(\w+\.)*128"),
-    ("word", r"LDS|STS"),
+    ("shared", r"LDSM|STSM|LDGSTS|(LDS|STS)\.(\w+\.)*128"),
+    ("word", r"LDS|STS|SHFL"),
     ("multiply", r"IMAD"),
     ("fp32", r"FFMA|FADD|FMUL"),
-    ("integer", r"V?[IF]MNMX|V?IADD|U?LOP|[IF]SETP|[IF]?SEL|PRMT|U?SHF|F2FP|U?PLOP|LEA|MOV|VOTE"
+    ("integer", r"V?[IF]MNMX|V?IADD|LOP|[IF]SETP|[IF]?SEL|PRMT|SHF\.|F2FP|PLOP|LEA|MOV\b|VOTE"
                 r"|R2P|P2R|SGXT|IABS"),
 )  # fmt: skip
 
@@ -75,7 +81,8 @@ class Instruction:
 
     @property
     def always_jumps(self) -> bool:
-        return self.opcode == "BRA" and not re.search(r"@|BRA !?U?P\d", self.text)
+        """Or ends: it has no next instruction."""
+        return self.opcode in ("BRA", "EXIT") and not re.search(r"@|BRA !?U?P\d", self.text)
 
 
 def cuobjdump(file: Path, *arguments: str) -> str | None:
@@ -107,39 +114,46 @@ def parse(text: str) -> list[Instruction]:
 
 
 def usual_step(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Once round the loop that has most products: by the shortest way that passes all of them and
-    all copies. What it leaves out, masks and maxima that rise, is rare."""
+    """Once round the loop that has most products: by the way that passes most of them, then most
+    copies, then the fewest instructions. What that leaves out, masks and maxima that rise, is rare.
+    """
     index = {x.address: i for i, x in enumerate(instructions)}
-
-    def count(part: Sequence[Instruction], opcode: str) -> int:
-        return sum(x.opcode.startswith(opcode) for x in part)
-
     loops = [
-        (index[x.target], i)
+        shortest_way(instructions, index, index[x.target], i)
         for i, x in enumerate(instructions)
         if x.target is not None and index.get(x.target, i + 1) <= i
     ]
-    if not loops:
-        raise ValueError("no loop")
-    begin, end = max(loops, key=lambda loop: (count(instructions[slice(*loop)], "HMMA"), loop))
-    # From each instruction on to the loop's end: (products, copies, instructions) and what follows.
+
+    def products(way: Sequence[Instruction]) -> int:
+        return sum(x.unit == "tensor" for x in way)
+
+    way = max(loops, key=lambda way: (products(way), -len(way)), default=[])
+    if not products(way):
+        raise ValueError("no loop has products")
+    return way
+
+
+def shortest_way(
+    instructions: Sequence[Instruction], index: Mapping[int, int], begin: int, end: int
+) -> list[Instruction]:
+    """From `begin` to `end` without jumps back; empty where `end` is not reached so."""
+    # From each instruction on to the end: (-products, -copies, instructions), and what follows.
     best: dict[int, tuple[tuple[int, int, int], int | None]] = {}
     for i in range(end, begin - 1, -1):
         x = instructions[i]
-        own = -count([x], "HMMA"), -count([x], "LDGSTS"), 1
         follow = [] if x.always_jumps else [i + 1]
         if x.target is not None and i < index.get(x.target, 0) <= end:
             follow.append(index[x.target])
-        ways = [(best[j][0], j) for j in follow if j in best]
-        if i == end:
-            best[i] = own, None
-        elif ways:
-            rest, j = min(ways)
-            best[i] = (own[0] + rest[0], own[1] + rest[1], own[2] + rest[2]), j
-    way, i = [], begin
-    while i is not None:
-        way.append(instructions[i])
-        i = best[i][1]  # type: ignore[assignment]
+        rest = min(((best[j][0], j) for j in follow if j in best), default=((0, 0, 0), None))
+        if i == end or rest[1] is not None:
+            own = -(x.unit == "tensor"), -x.opcode.startswith("LDGSTS"), 1
+            products, copies, count = (a + b for a, b in zip(own, rest[0], strict=True))
+            best[i] = (products, copies, count), rest[1]
+    way = []
+    at: int | None = begin if begin in best else None
+    while at is not None:
+        way.append(instructions[at])
+        at = best[at][1]
     return way
 
 
@@ -199,7 +213,7 @@ class Partition:
         if unit == "tensor":
             at = max(at, self.next_product[warp])
         fallen = (t for i, t in enumerate(self.barriers[warp]) if x.waits >> i & 1)
-        return max(at, *fallen, 0.0)
+        return max([at, *fallen])
 
     def issue(self, warp: int, now: float) -> None:
         x, unit = self.step[self.at[warp]]
@@ -218,7 +232,7 @@ class Partition:
             pending[x.read] = max(pending[x.read], now + taken + OPERANDS_READ)
         self.ready[warp] = now + max(1, x.stall)
         if unit == "shared":  # banks and queues are not always free
-            self.ready[warp] += self.random.uniform(0, 10)
+            self.ready[warp] += self.random.uniform(0, QUEUE)
         if x.opcode.startswith("BAR."):
             self.meet(warp, now)
         self.at[warp] += 1
@@ -240,15 +254,15 @@ def share_of_products(
 ) -> float:
     """The share of the time in which the tensor cores of a multiprocessor with `blocks` blocks of
     `threads` threads are busy: the mean of `runs` simulations that begin differently."""
-    warps = max(1, threads // 128)
-    blocks = max(1, blocks * threads // (128 * warps))
-    partitions = (Partition(step, blocks, warps, seed) for seed in range(runs))
+    partition_warps, rest = divmod(threads, 128)
+    if rest:
+        raise ValueError(f"{threads} threads are no multiple of 128")
+    partitions = (Partition(step, blocks, partition_warps, seed) for seed in range(runs))
     return statistics.mean(partition.share_of_products() for partition in partitions)
 
 
-def kernels_of(library: Path) -> dict[str, list[Instruction]]:
-    """The SM80 kernels that it holds for sm_90, by their mangled names; none without cuobjdump."""
-    text = cuobjdump(library, "-sass", "-arch", "sm_90") or ""
+def sm80_kernels(text: str) -> dict[str, list[Instruction]]:
+    """Those in what `cuobjdump -sass` prints of a library, by their mangled names."""
     functions = text.split("Function : ")[1:]
     named = ((part.split()[0], part) for part in functions)
     return {name: parse(part) for name, part in named if "4sm809FwdKernel" in name}

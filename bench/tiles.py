@@ -21,6 +21,7 @@ import ctypes
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -81,21 +82,25 @@ def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: P
     if "Potential Performance Loss" in report:
         line += "; wgmma serialized"
     if arch == "sm80":
-        line += simulated(target, max(map(int, registers.split("/"))))
+        of_kernel = dict(re.findall(r"entry function '(\S+)'.*?Used (\d+) registers", report, re.S))
+        line += simulated(target, {name: int(used) for name, used in of_kernel.items()})
     print(line, flush=True)
     return True
 
 
-def simulated(library: Path, registers: int) -> str:
-    """What to say of the simulation of the tile without a mask."""
+def simulated(library: Path, registers: Mapping[str, int]) -> str:
+    """What to say of the simulation of its kernel without a mask; nothing without cuobjdump."""
     threads, smem_bytes = ctypes.c_int(), ctypes.c_int()
     ctypes.CDLL(str(library)).tile_needs(ctypes.byref(threads), ctypes.byref(smem_bytes))
-    blocks = simulate.blocks_on_multiprocessor(threads.value, registers, smem_bytes.value)
-    kernels = simulate.kernels_of(library)
-    unmasked = next((code for name, code in kernels.items() if "MaskKindE0" in name), None)
-    if unmasked is None:
-        return ""  # no cuobjdump
-    step = simulate.usual_step(unmasked)
+    text = simulate.cuobjdump(library, "-sass", "-arch", "sm_90")
+    if text is None or threads.value % 128:
+        return ""
+    kernels = simulate.sm80_kernels(text)
+    (name,) = (name for name in kernels if "MaskKindE0" in name)
+    blocks = simulate.blocks_on_multiprocessor(threads.value, registers[name], smem_bytes.value)
+    if blocks == 0:
+        return "; too large for a multiprocessor"
+    step = simulate.usual_step(kernels[name])
     share = simulate.share_of_products(step, blocks, threads.value)
     return f"; {blocks} block(s) on a multiprocessor, tensor cores busy {share:.0%} (simulated)"
 

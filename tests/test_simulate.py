@@ -27,6 +27,8 @@ CODE = """
                                                                            /* 0x000fea000383ffff */
         /*0070*/                   EXIT ;                                   /* 0x000000000000794d */
                                                                            /* 0x000fea0003800000 */
+        /*0080*/                   BRA 0x80 ;                               /* 0xfffffffc00fc7947 */
+                                                                           /* 0x000fc0000383ffff */
 """
 
 
@@ -42,13 +44,14 @@ FED = [FETCH, dataclasses.replace(PRODUCT, waits=1), *[PRODUCT] * 9]
 
 
 def test_instructions_and_their_control_bits() -> None:
-    load, branch, maximum, exponential, product, loop, end = simulate.parse(CODE)
-    assert (load.unit, load.stall, load.written, load.waits) == ("shared", 4, 1, 0)
+    load, branch, maximum, exponential, product, loop, end, trap = simulate.parse(CODE)
+    assert (load.unit, load.stall, load.written, load.read, load.waits) == ("shared", 4, 1, 7, 0)
     assert (branch.target, branch.always_jumps) == (0x50, False)
     assert (maximum.unit, maximum.stall, maximum.written) == ("integer", 2, 7)
     assert (exponential.unit, exponential.written) == ("special", 0)
     assert (product.unit, product.stall, product.waits) == ("tensor", 6, 2)
     assert (loop.target, end.target, end.unit) == (0x10, None, "")
+    assert end.always_jumps and trap.always_jumps and not loop.always_jumps
 
 
 def test_the_usual_step_leaves_out_what_is_rare() -> None:
@@ -57,8 +60,16 @@ def test_the_usual_step_leaves_out_what_is_rare() -> None:
     assert simulate.usual_step(code) == way
     copying = dataclasses.replace(code[2], text="LDGSTS.E.128 [R4], desc[UR4][R6.64]")
     assert simulate.usual_step([*code[:2], copying, *code[3:]]) == [*code[:2], copying, *code[3:6]]
-    with pytest.raises(ValueError, match="no loop"):
-        simulate.usual_step(code[:5])
+    with pytest.raises(ValueError, match="no loop has products"):
+        simulate.usual_step([*code[:5], *code[6:]])
+
+
+def test_rare_code_behind_the_end() -> None:
+    """It jumps back into the loop, and is none itself."""
+    texts = ("LDSM.16.M88.4 R4, [R5]", "@P2 BRA 0x60", "HMMA R4", "@P1 BRA 0x0", "STG [R4], R5",
+             "EXIT", "FMNMX R4, R5, R6", "BRA 0x20", "BRA 0x80")  # fmt: skip
+    code = [dataclasses.replace(instruction(x), address=16 * i) for i, x in enumerate(texts)]
+    assert simulate.usual_step(code) == code[:4]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -83,8 +94,8 @@ def test_more_warps_hide_more_waiting() -> None:
 
 def test_warps_of_a_block_meet() -> None:
     """One block of two warps has to wait where two blocks of one need not."""
-    step = [instruction("BAR.SYNC 0x0", stall=1), *FED, *[EXPONENTIAL] * 10]
-    apart = simulate.share_of_products(step, blocks=2, threads=128)
+    step = [instruction("BAR.SYNC 0x0"), *FED, *[EXPONENTIAL] * 10]
+    apart = simulate.share_of_products(step, blocks=2)
     together = simulate.share_of_products(step, blocks=1, threads=256)
     assert together < apart
 
@@ -94,11 +105,22 @@ def test_the_kernels_of_the_library() -> None:
     and V of the next block."""
     if "sm_90" not in ops.build_info()["archs"]:
         pytest.skip("this build has no sm_90")
-    functions = cuobjdump("-sass", "-arch", "sm_90").split("Function : ")[1:]
+    kernels = simulate.sm80_kernels(cuobjdump("-sass", "-arch", "sm_90"))
     tile = "FwdConfigELi64ELi128ELi64ELi4ELi2ELb1ELi1E"
-    (text,) = (x for x in functions if tile in x and "DTypeE1" in x and "MaskKindE0" in x)
-    step = simulate.usual_step(simulate.parse(text))
+    (name,) = (x for x in kernels if tile in x and "DTypeE1" in x and "MaskKindE0" in x)
+    step = simulate.usual_step(kernels[name])
     count = {name: sum(x.opcode.startswith(name) for x in step) for name in ("HMMA", "LDGSTS")}
     assert count == {"HMMA": 2 * 64, "LDGSTS": 8}
     assert sum(x.unit == "special" for x in step) == 64
-    assert 0.3 < simulate.share_of_products(step, blocks=2, runs=2) < 1
+    assert 0.5 < simulate.share_of_products(step, blocks=2, runs=2) < 0.8
+
+
+@pytest.mark.parametrize(
+    "threads, registers, smem_bytes, blocks",
+    [(128, 168, 40 << 10, 3), (128, 169, 40 << 10, 2), (256, 128, 113 << 10, 2),
+     (256, 128, 114 << 10, 1), (128, 32, 0, 16), (128, 168, 228 << 10, 0)],
+)  # fmt: skip
+def test_blocks_on_a_multiprocessor(
+    threads: int, registers: int, smem_bytes: int, blocks: int
+) -> None:
+    assert simulate.blocks_on_multiprocessor(threads, registers, smem_bytes) == blocks
