@@ -261,11 +261,15 @@ def share_of_products(
     return statistics.mean(partition.share_of_products() for partition in partitions)
 
 
+def functions(text: str) -> dict[str, str]:
+    """What `cuobjdump -sass` prints of each function of a library, by the mangled names."""
+    return {part.split()[0]: part for part in text.split("Function : ")[1:]}
+
+
 def sm80_kernels(text: str) -> dict[str, list[Instruction]]:
     """Those in what `cuobjdump -sass` prints of a library, by their mangled names."""
-    functions = text.split("Function : ")[1:]
-    named = ((part.split()[0], part) for part in functions)
-    return {name: parse(part) for name, part in named if "4sm809FwdKernel" in name}
+    found = functions(text).items()
+    return {name: parse(part) for name, part in found if "4sm809FwdKernel" in name}
 
 
 def blocks_on_multiprocessor(threads: int, registers: int, smem_bytes: int) -> int:

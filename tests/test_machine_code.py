@@ -12,6 +12,8 @@ import pytest
 import torch
 from support import cuobjdump
 
+from bench import simulate
+
 INFO: dict[str, Any] = json.loads(torch.ops.flash_cute.build_info())
 # The machine code, and whose kernels it is.
 ARCHS = {
@@ -55,8 +57,7 @@ def texts_of_kernels(code: str) -> dict[str, str]:
     """For each forward kernel its machine code, as cuobjdump prints it."""
     if code not in ARCHS:
         pytest.skip(f"this build has no {code}")
-    functions = cuobjdump("-sass", "-arch", code).split("Function : ")[1:]
-    texts = {text.split()[0]: text for text in functions}
+    texts = simulate.functions(cuobjdump("-sass", "-arch", code))
     kernels = {name: text for name, text in texts.items() if is_kernel_of(code, name)}
     assert kernels
     return kernels
