@@ -14,16 +14,17 @@ struct FwdConfig {
   int block_m;    // query rows of a tile
   int block_n;    // keys of a tile
   int row_warps;  // along the query rows; each works on block_m / row_warps of them
-  int stages;  // key blocks in shared memory: with 2, the next one arrives while this one is worked
-               // on
-  bool q_in_registers;   // Q's fragments are loaded from shared memory once, not once per key block
+  // S of the next key block is computed while this one's softmax is done, from Q in registers;
+  // takes two key blocks in shared memory.
+  bool scores_ahead;
   int column_warps = 1;  // that share rows: each computes a part of the columns of S, and of O
 
   constexpr int threads() const { return row_warps * column_warps * 32; }
+  constexpr int stages() const { return scores_ahead ? 2 : 1; }  // key blocks in shared memory
   // Q, K and V tiles of 2-byte elements; O goes through Q's space. Of shared rows also P, and a
   // word for each row from each warp that has it.
   constexpr int smem_bytes() const {
-    const int tiles = (block_m + 2 * stages * block_n) * head_dim * 2;
+    const int tiles = (block_m + 2 * stages() * block_n) * head_dim * 2;
     return column_warps == 1 ? tiles : tiles + block_m * (block_n * 2 + column_warps * 4);
   }
 };
@@ -51,21 +52,24 @@ struct FwdRow {
 //
 // Beside a row: its speed on an H200 as a multiple of FlashAttention-2's (PyTorch's SDPA, same run;
 // bf16, B x N = 16384, geometric mean of N = 512, 2048 and 8192, full and causal), then what else
-// was tried, as block_n, stages: speed. All before O was rescaled only on a rise of 2^8
-// (online_softmax.h), which gave 4% at head dim 64, 5.5% at 128 and nothing at 256.
+// was tried, as block_n, key blocks in shared memory: speed. All before O was rescaled only on a
+// rise of 2^8 (online_softmax.h), which gave 4% at head dim 64, 5.5% at 128 and nothing at 256.
 inline constexpr FwdRow kFwdSm80[] = {
-    // head_dim, block_m, block_n, row_warps, stages, q_in_registers (, column_warps), blocks_per_sm
-    {{32, 128, 128, 4, 2, true}, 2},  // 1.13. 64, 2: 1.05
-    {{64, 128, 64, 4, 2, true}, 2},  // 1.03. 64, 1: 1.00; 80, 2: 1.01; 96, 2: 1.02; Q in smem: 0.98
-    {{96, 128, 64, 4, 1, false}, 2},   // 0.97. 64, 2: 0.93
-    {{128, 128, 64, 4, 1, false}, 2},  // 1.06. 64, 2: 1.06, and too large for sm_80; 48, 2: 0.98
-    {{128, 128, 32, 4, 1, false}, 2},  // 0.90
+    // head_dim, block_m, block_n, row_warps, scores_ahead (, column_warps), blocks_per_sm
+    // Not timed with scores ahead; without, with Q in registers and two key blocks: 1.13. 64, 2:
+    // 1.05.
+    {{32, 128, 128, 4, true}, 2},
+    // Likewise: 1.03. 64, 1: 1.00; 80, 2: 1.01; 96, 2: 1.02; Q in shared memory: 0.98.
+    {{64, 128, 64, 4, true}, 2},
+    {{96, 128, 64, 4, false}, 2},   // 0.97. 64, 2: 0.93
+    {{128, 128, 64, 4, false}, 2},  // 1.06. 64, 2: 1.06, and too large for sm_80; 48, 2: 0.98
+    {{128, 128, 32, 4, false}, 2},  // 0.90
     // Not timed. The same tile in 4 warps of 16 rows was 1.04, and with 48, 2 so 0.97.
-    {{192, 64, 64, 2, 1, false, 2}, 2},
-    {{192, 128, 64, 8, 1, false}, 1},     // 0.93
-    {{256, 64, 64, 4, 1, false}, 2},      // 1.05. 48, 1: 0.97. In 2 x 2 warps: not timed
-    {{256, 128, 64, 4, 1, false, 2}, 1},  // not timed. In 8 warps of 16 rows: 0.93
-    {{256, 64, 64, 4, 1, false}, 1},  // not timed: as two rows above, one block on a multiprocessor
+    {{192, 64, 64, 2, false, 2}, 2},
+    {{192, 128, 64, 8, false}, 1},     // 0.93
+    {{256, 64, 64, 4, false}, 2},      // 1.05. 48, 1: 0.97. In 2 x 2 warps: not timed
+    {{256, 128, 64, 4, false, 2}, 1},  // not timed. In 8 warps of 16 rows: 0.93
+    {{256, 64, 64, 4, false}, 1},  // not timed: as two rows above, one block on a multiprocessor
 };
 
 // The index of the row that serves `head_dim` (a bucket) within `smem_limit` bytes, or -1.
@@ -123,10 +127,6 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     {{192, 2, 96, 2, 1, true}, true, true},   // not timed
     {{256, 2, 64, 2, 1, true}, true, true},   // not timed
 };
-
-// Whether Hopper takes these kernels where a call names none. They run on the CPU alone so far
-// (tests/emulator, tests/ptx): no GPU has run them.
-inline constexpr bool kSm90IsDefault = false;
 
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1.
 constexpr int select_fwd_sm90(int head_dim, MaskKind mask) {

@@ -52,6 +52,10 @@ Integer computed_here(Integer value, int changing) {
   return value;
 }
 
+inline void keep_order(int changing) {
+  emulator::require(changing >= 0, "keeps instructions in order by a negative number");
+}
+
 inline void commit_copies() { emulator::commit_copies(); }
 template <int kGroupsInFlight>
 void wait_copies() {

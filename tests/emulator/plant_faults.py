@@ -98,15 +98,15 @@ FAULTS = [
         [
             (
                 MAINLOOP,
-                "platform::sync_block();\n      if constexpr (Traits::kStages == 1) {",
-                "if constexpr (Traits::kStages == 1) {",
+                "platform::sync_block();\n      if constexpr (!kScoresAhead) {",
+                "if constexpr (!kScoresAhead) {",
             )
         ],
     ),
     Fault(
         "barrier removed before V is read",
         f"{RACE}|{UNFINISHED}",
-        [(MAINLOOP, "platform::sync_block();\n        load_next_keys", "load_next_keys")],
+        [(MAINLOOP, "platform::sync_block();\n          load_next_keys", "load_next_keys")],
         head_dim=96,
     ),
     Fault(
@@ -136,9 +136,8 @@ FAULTS = [
         [
             (
                 MAINLOOP,
-                "load_keys(n_block - 1, true_type{});\n        load_values",
-                "keys_values.template load_keys<true>(n_block - 1, sK(n_block));\n"
-                "        load_values",
+                "load_keys(n_block - 2, true_type{});",
+                "keys_values.template load_keys<true>(n_block - 2, sK(n_block - 1));",
             )
         ],
     ),
@@ -213,28 +212,16 @@ FAULTS = [
         [
             (
                 MAINLOOP,
-                "clear(tSrS);",
-                "float unset[size(tSrS)];\n"
-                "      for (int i = 0; i < size(tSrS); ++i) tSrS(i) = unset[i];",
+                "clear(tSrS_ahead);",
+                "float unset[size(tSrS_ahead)];\n"
+                "      for (int i = 0; i < size(tSrS_ahead); ++i) tSrS_ahead(i) = unset[i];",
             )
         ],
     ),
     Fault(
         "S not cleared between blocks",
         WRONG,
-        [
-            (
-                MAINLOOP,
-                "auto step = [&]",
-                "auto all_scores = partition_fragment_C(mma, ShapeS{});\n    auto step = [&]",
-            ),
-            (
-                MAINLOOP,
-                "auto tSrS = partition_fragment_C(mma, ShapeStep{});  // (4, MMA_M, N / 8)\n"
-                "      clear(tSrS);",
-                "auto tSrS = skip_rows<kSkipped>(all_scores);",
-            ),
-        ],
+        [(MAINLOOP, "clear(next);", "")],
     ),
     Fault(
         "V not transposed",
@@ -285,8 +272,8 @@ FAULTS = [
     ),
     Fault(
         "no block left for the rows that were skipped",
-        "behind a negative number",  # a block before the first
-        [(MAINLOOP, "n_block * kBlockN && has_next(n_block))", "n_block * kBlockN)")],
+        f"{BOUNDS}|behind a negative number",  # a block before the first
+        [(MAINLOOP, "n_block * kBlockN && has_next(n_block);", "n_block * kBlockN;")],
     ),
     Fault(
         "O is taken for empty",

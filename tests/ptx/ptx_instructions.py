@@ -850,6 +850,13 @@ def mbarrier(modifiers: list[str], operands: list[Operand]) -> Step | None:
     return None
 
 
+def trap(modifiers: list[str], operands: list[Operand]) -> Step:
+    def step(warp: Warp, lanes: Lanes) -> None:
+        raise Fault("runs into a trap")
+
+    return step
+
+
 def registers_change_hands(modifiers: list[str], operands: list[Operand]) -> Step | None:
     known = modifiers[1:] == ["sync", "aligned", "u32"]
     return (lambda warp, lanes: take_whole_warp(lanes)) if known else None
@@ -865,7 +872,7 @@ def without_effect(form: str) -> Callable[..., Step | None]:
 
 
 BUILDERS: dict[str, Callable[[list[str], list[Operand]], Step | None]] = {
-    "ret": leave, "exit": leave,
+    "ret": leave, "exit": leave, "trap": trap,
     "add": simple(np.add), "sub": simple(np.subtract), "neg": simple(np.negative),
     "and": simple(np.bitwise_and), "or": simple(np.bitwise_or), "xor": simple(np.bitwise_xor),
     "not": simple(np.bitwise_not), "mul": multiply, "mad": multiply, "fma": multiply, "div": divide,

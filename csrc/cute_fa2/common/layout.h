@@ -42,6 +42,16 @@ CUTE_DEVICE constexpr auto skip_rows(cute::Tensor<Engine, Layout>& fragment) {
                      make_layout(get<0>(layout), rows, get<2>(layout)));
 }
 
+// (values, MMA_M, MMA_N) -> (values, MMA_M, 2): the pair's two accumulators along the columns.
+template <class Engine, class Layout>
+CUTE_DEVICE constexpr auto pair_of_columns(cute::Tensor<Engine, Layout>& fragment, int pair) {
+  using namespace cute;
+  auto layout = fragment.layout();
+  return make_tensor(
+      fragment.data() + layout(_0{}, _0{}, 2 * pair),
+      make_layout(get<0>(layout), get<1>(layout), make_layout(_2{}, stride<2>(layout))));
+}
+
 // ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): two neighbouring 16 x 8 accumulators
 // hold, lane by lane, the elements of one 16 x 16 A operand, so that P goes from one product to the
 // next without leaving its registers. Of wgmma: ((2, 2, N / 8), MMA_M, 1) -> ((2, 2, 2), MMA_M,

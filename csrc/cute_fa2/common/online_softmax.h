@@ -70,6 +70,25 @@ class OnlineSoftmax {
   // the first block of a tile (`is_first`) no row has seen a score before.
   template <int kSkippedRows = 0, class Scores, class Holders = RowsOfQuads>
   CUTE_DEVICE bool raise(Scores& scores, bool is_first, const Holders& holders = {}) {
+    auto asks = [&] { return may_rise<kSkippedRows>(scores); };
+    return raise_if<kSkippedRows>(asks, scores, is_first, holders);
+  }
+
+  // Whether a row may rise by those of its scores that this thread has.
+  template <int kSkippedRows = 0, class Scores>
+  CUTE_DEVICE bool may_rise(const Scores& scores) const {
+    bool result = false;
+    CUTE_UNROLL
+    for (int r = kSkippedRows; r < kRows; ++r) {
+      result |= may_exceed(scores, r - kSkippedRows, limit_[r]);
+    }
+    return result;
+  }
+
+  // `raise`, where may_rise() tells what `may_rise` said of the scores, before a mask if need be.
+  template <int kSkippedRows, class MayRise, class Scores, class Holders>
+  CUTE_DEVICE bool raise_if(const MayRise& may_rise, Scores& scores, bool is_first,
+                            const Holders& holders) {
     // Each row decides for itself, so that its result does not depend on its neighbours; all decide
     // together whether there is anything to do. A thread's own columns tell whether there may be;
     // how far a row rises, its holders find together.
@@ -77,12 +96,7 @@ class OnlineSoftmax {
     if (all_rise) {
       holders.meet();
     } else {
-      bool may_rise = false;
-      CUTE_UNROLL
-      for (int r = kSkippedRows; r < kRows; ++r) {
-        may_rise |= may_exceed(scores, r - kSkippedRows, limit_[r]);
-      }
-      if (!holders.any(may_rise)) return false;
+      if (!holders.any(may_rise())) return false;
     }
     float row_max[kRows - kSkippedRows];
     CUTE_UNROLL
@@ -130,21 +144,32 @@ class OnlineSoftmax {
   // so large that c s itself has lost what tells scores apart, `raise` has subtracted the maximum.
   template <int kSkippedRows = 0, class Scores>
   CUTE_DEVICE void weigh(Scores& scores) {
-    float subtrahend[kRows];
-    CUTE_UNROLL
-    for (int r = kSkippedRows; r < kRows; ++r) {
-      subtrahend[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference(limit_[r]);
-    }
+    weigh<kSkippedRows>(scores, subtrahends());
+  }
+  // The same, of some of the block's columns, with what `subtrahends` has given for all.
+  struct Subtrahends {
+    float of_row[kRows];
+  };
+  template <int kSkippedRows = 0, class Scores>
+  CUTE_DEVICE void weigh(Scores& scores, const Subtrahends& subtrahends) {
     // Column by column, so that the weights that the product with V takes first come first.
     CUTE_UNROLL
     for (int c = 0; c < cute::size<1>(scores); ++c) {
       CUTE_UNROLL
       for (int r = kSkippedRows; r < kRows; ++r) {
         float& score = scores(r - kSkippedRows, c);
-        score = platform::exp2(score * params_.scale_log2 - subtrahend[r]);
+        score = platform::exp2(score * params_.scale_log2 - subtrahends.of_row[r]);
         sum_[r] += score;
       }
     }
+  }
+  CUTE_DEVICE Subtrahends subtrahends() const {
+    Subtrahends result;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      result.of_row[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference(limit_[r]);
+    }
+    return result;
   }
 
   // Always true, which the compiler cannot know. It reads every sum, so that a branch that asks for

@@ -75,6 +75,13 @@ CUTE_DEVICE Integer computed_here(Integer value, int changing) {
   return computed_here(value) + (changing >> 31);
 }
 
+// What stands before it stays before what stands behind: a branch, which ptxas moves no product
+// across. It is never taken, as `changing` is not negative, which ptxas does not know; in a loop it
+// is to be another in each pass.
+CUTE_DEVICE void keep_order(int changing) {
+  if (changing < 0) __trap();
+}
+
 // Copies issued by this thread so far form a group; `wait_copies<N>` returns when at most the N
 // newest groups are still under way. What they wrote is then visible to this thread, to the others
 // after a barrier.

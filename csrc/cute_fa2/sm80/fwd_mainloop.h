@@ -39,10 +39,12 @@ struct FwdMainloop {
   // The rows of S and O that this thread holds elements of.
   static constexpr int kRows = 2 * Traits::kBlockM / kMmaRows;
   using Softmax = OnlineSoftmax<kRows>;
+  static constexpr bool kScoresAhead = Traits::kScoresAhead;
   // Whether blocks of which the rows of the first MMAs see no key are left to the second: under a
   // causal mask the last of a tile of 128 x 64 is one.
-  static constexpr bool kSkipsRows = kMask == MaskKind::kBanded && !Traits::kSharesRows &&
-                                     Traits::kBlockM == 2 * kMmaRows && Traits::kBlockN <= kMmaRows;
+  static constexpr bool kSkipsRows =
+      kMask == MaskKind::kBanded && !Traits::kSharesRows && Traits::kBlockM == 2 * kMmaRows &&
+      (kScoresAhead ? Traits::kBlockN == kMmaRows : Traits::kBlockN <= kMmaRows);
 
   // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`.
   //   keys_values   hands out the tiles of K and V
@@ -105,52 +107,62 @@ struct FwdMainloop {
       keys_values.template load_values<decltype(is_whole)::value>(n_block, sV(n_block));
     };
 
-    // One block of keys, with the tile's rows but those of the first kSkipped MMAs.
-    auto step = [&](int index, auto skipped) {
+    // With scores ahead: S of the block that is next to be worked on, and whether by it a row may
+    // rise. In the first block all do.
+    auto tSrS_ahead = partition_fragment_C(mma, ShapeS{});  // (4, MMA_M, N / 8)
+    bool may_rise = true;
+
+    // One block of keys, with the tile's rows but those of the first kSkipped MMAs. `is_last`:
+    // whether it is known to be the last that is visited, which matters with scores ahead.
+    auto step = [&](int index, auto skipped, auto is_last) {
       constexpr int kSkipped = decltype(skipped)::value;
+      [[maybe_unused]] constexpr bool kComputesNext = kScoresAhead && !decltype(is_last)::value;
       constexpr int kStepM = Traits::kBlockM - kSkipped * kMmaRows;
       using ShapeStep = Shape<Int<kStepM>, Int<kBlockN>>;
       const int step_row0 = row0 + kSkipped * kMmaRows;
       const int n_block = platform::computed_here(index);
-      // What was copied is there, for all threads: K of this block (and Q, in the first step), with
-      // two stages V too. All warps are done with the block before, whose space may be filled.
+      // What was copied is there, for all threads: K of this block (and Q, in the first step), or
+      // with scores ahead V of this block and K of the next. All warps are done with what the step
+      // before has read; it may be overwritten.
       platform::wait_copies<0>();
       platform::sync_block();
-      if constexpr (Traits::kStages == 1) {
+      if constexpr (!kScoresAhead) {
         load_values(n_block, false_type{});
-      } else if (has_next(n_block)) {
-        load_keys(n_block - 1, true_type{});
+      } else if constexpr (kComputesNext) {
         load_values(n_block - 1, true_type{});
+        if (has_next(n_block - 1)) load_keys(n_block - 2, true_type{});
       }
       platform::commit_copies();
 
       const unsigned thread_here = platform::computed_here(thread, n_block);
-      auto tXsQ = load_q.get_slice(thread_here).partition_S(sQ);  // as tXrQ
-      if (Traits::kQInRegisters && !has_previous(n_block)) copy(load_q, tXsQ, tXrQ);
-      auto fetch_q = [&](int k) {
-        if constexpr (!Traits::kQInRegisters) {
+      auto tSrS = [&] {  // (4, MMA_M, N / 8)
+        if constexpr (kScoresAhead) {
+          return skip_rows<kSkipped>(tSrS_ahead);
+        } else {
+          return partition_fragment_C(mma, ShapeStep{});
+        }
+      }();
+      // V of this block is there after a barrier, for all threads, and all warps are done with K:
+      // the next may come. Of shared rows `raise` begins with that barrier.
+      auto load_next_keys = [&] {
+        if (has_next(n_block)) load_keys(n_block - 1, true_type{});
+        platform::commit_copies();
+      };
+      if constexpr (!kScoresAhead) {
+        auto tXsQ = load_q.get_slice(thread_here).partition_S(sQ);  // as tXrQ
+        auto fetch_q = [&](int k) {
           CUTE_UNROLL
           for (int m = kSkipped; m < size<1>(tXsQ); ++m) {
             copy(load_q, tXsQ(_, m, k), tXrQ(_, m, k));
           }
+        };
+        clear(tSrS);
+        multiply<LoadK>(thread_here, skip_rows<kSkipped>(tSrQ), fetch_q, tSrK, sK(n_block), tSrS);
+        platform::wait_copies<0>();
+        if constexpr (!Traits::kSharesRows) {
+          platform::sync_block();
+          load_next_keys();
         }
-      };
-      auto tSrS = partition_fragment_C(mma, ShapeStep{});  // (4, MMA_M, N / 8)
-      clear(tSrS);
-      multiply<LoadK>(thread_here, skip_rows<kSkipped>(tSrQ), fetch_q, tSrK, sK(n_block), tSrS);
-
-      // With one stage V of this block is there after a barrier, for all threads, and all warps are
-      // done with K: the next may come. Of shared rows `raise` begins with that barrier.
-      auto load_next_keys = [&] {
-        if constexpr (Traits::kStages == 1) {
-          if (has_next(n_block)) load_keys(n_block - 1, true_type{});
-          platform::commit_copies();
-        }
-      };
-      if constexpr (Traits::kStages == 1) platform::wait_copies<0>();
-      if constexpr (Traits::kStages == 1 && !Traits::kSharesRows) {
-        platform::sync_block();
-        load_next_keys();
       }
 
       auto scores = as_matrix(tSrS);               // (rows, columns)
@@ -165,53 +177,93 @@ struct FwdMainloop {
                    n_block * kBlockN, kBlockN);
       }
       const bool is_first = !has_previous(n_block);
-      const bool rises = softmax.template raise<2 * kSkipped>(
-          scores, is_first, row_holders<Traits>(smem, platform::computed_here(thread)));
+      auto asks = [&] {
+        return kScoresAhead ? may_rise : softmax.template may_rise<2 * kSkipped>(scores);
+      };
+      const bool rises = softmax.template raise_if<2 * kSkipped>(
+          asks, scores, is_first, row_holders<Traits>(smem, platform::computed_here(thread)));
       // Before the first block O is 0.
       if (rises && !is_first) softmax.template rescale<2 * kSkipped>(out);
       if constexpr (Traits::kSharesRows) load_next_keys();
 
-      // From here on there is no branch, so that the exponentials of later columns run under the
-      // products with the earlier ones; but of shared rows all of P comes before any product.
-      softmax.template weigh<2 * kSkipped>(scores);
-      auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
-      if constexpr (Traits::kSharesRows) {
-        auto sP = make_tensor(make_smem_ptr(smem.exchange.p),  // (kBlockM, kBlockN)
-                              typename Traits::Exchange::SmemLayoutP{});
-        auto store_p = StoreP{}.get_slice(thread_here);
-        copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
-        platform::sync_block();  // P is there, of all columns
-        auto tOrP = make_tensor<Element>(partition_shape_A(mma, ShapeS{}));  // (8, MMA_M, N / 16)
-        auto load_p = LoadP{}.get_slice(thread_here);
-        auto tXsP = load_p.partition_S(sP);  // (ldmatrix, MMA_M, N / 16)
-        auto tXrP = load_p.retile_D(tOrP);   // as tXsP
-        auto fetch_p = [&](int k) { copy(LoadP{}, tXsP(_, _, k), tXrP(_, _, k)); };
-        multiply<LoadVt>(thread_here, tOrP, fetch_p, tOrVt, sVt(n_block), tOrO);
+      if constexpr (kScoresAhead) {
+        const int next_block = kComputesNext ? n_block - 1 : n_block;
+        weigh_and_multiply<kSkipped, kComputesNext>(thread_here, n_block, softmax, tSrS_ahead, tSrQ,
+                                                    tSrK, sK(next_block), tOrVt, sVt(n_block),
+                                                    tOrO_step);
+        if constexpr (kComputesNext) may_rise = softmax.may_rise(as_matrix(tSrS_ahead));
       } else {
-        auto tOrP = as_a_operand(tSrP);  // (8, MMA_M, N / 16)
-        multiply<LoadVt>(thread_here, tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO_step);
+        // From here on there is no branch, so that the exponentials of later columns run under the
+        // products with the earlier ones; but of shared rows all of P comes before any product.
+        softmax.template weigh<2 * kSkipped>(scores);
+        auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
+        if constexpr (Traits::kSharesRows) {
+          auto sP = make_tensor(make_smem_ptr(smem.exchange.p),  // (kBlockM, kBlockN)
+                                typename Traits::Exchange::SmemLayoutP{});
+          auto store_p = StoreP{}.get_slice(thread_here);
+          copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
+          platform::sync_block();  // P is there, of all columns
+          auto tOrP = make_tensor<Element>(partition_shape_A(mma, ShapeS{}));  // (8, MMA_M, N / 16)
+          auto load_p = LoadP{}.get_slice(thread_here);
+          auto tXsP = load_p.partition_S(sP);  // (ldmatrix, MMA_M, N / 16)
+          auto tXrP = load_p.retile_D(tOrP);   // as tXsP
+          auto fetch_p = [&](int k) { copy(LoadP{}, tXsP(_, _, k), tXrP(_, _, k)); };
+          multiply<LoadVt>(thread_here, tOrP, fetch_p, tOrVt, sVt(n_block), tOrO);
+        } else {
+          auto tOrP = as_a_operand(tSrP);  // (8, MMA_M, N / 16)
+          multiply<LoadVt>(thread_here, tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO_step);
+        }
       }
     };
 
     const TileLoader<typename Traits::GmemCopy, ShapeQ> loader_q(thread, params.head_dim);
     loader_q.load_rows(params.q, query_rows, tile, row0, len_q, sQ);
     load_keys(last_block, false_type{});
-    if constexpr (Traits::kStages == 2) load_values(last_block, false_type{});
     platform::commit_copies();
-    if (params.q_factor != 1.f) {
-      // A wait makes a thread's own copies visible to it, and it touches no others.
-      platform::wait_copies<0>();
-      loader_q.multiply(sQ, params.q_factor);
+    if constexpr (kScoresAhead) {
+      load_values(last_block, false_type{});
+      if (has_next(last_block)) load_keys(last_block - 1, true_type{});
+      platform::commit_copies();
     }
+    if (kScoresAhead || params.q_factor != 1.f) platform::wait_copies<kScoresAhead ? 1 : 0>();
+    // A wait makes a thread's own copies visible to it, and this touches no others.
+    if (params.q_factor != 1.f) loader_q.multiply(sQ, params.q_factor);
     int n_block = last_block;
-    if constexpr (kSkipsRows) {  // more than once where a block has fewer keys than MMAs have rows
-      while (mask.end(row0 + kMmaRows - 1) <= n_block * kBlockN && has_next(n_block)) {
-        step(n_block--, _1{});
+    // Whether the first MMAs' rows see nothing of block `n_block`, and it is not the last.
+    auto skips_rows = [&] {
+      return mask.end(row0 + kMmaRows - 1) <= n_block * kBlockN && has_next(n_block);
+    };
+    if constexpr (kScoresAhead) {
+      platform::sync_block();  // Q and K of the first block are there, for all threads
+      const unsigned thread_here = platform::computed_here(thread, n_block);
+      copy(load_q, load_q.get_slice(thread_here).partition_S(sQ), tXrQ);
+      clear(tSrS_ahead);
+      auto first_scores = [&](auto skipped) {
+        auto tSrS = skip_rows<decltype(skipped)::value>(tSrS_ahead);
+        multiply<LoadK>(
+            thread_here, skip_rows<decltype(skipped)::value>(tSrQ), [](int) {}, tSrK, sK(n_block),
+            tSrS);
+      };
+      // By no more than one block, as it has as many keys as MMAs have rows.
+      if (kSkipsRows && skips_rows()) {
+        if constexpr (kSkipsRows) {
+          first_scores(_1{});
+          step(n_block--, _1{}, false_type{});
+        }
+      } else {
+        first_scores(_0{});
       }
+      for (; has_next(n_block); --n_block) step(n_block, _0{}, false_type{});
+      step(n_block, _0{}, true_type{});
+    } else {
+      if constexpr (kSkipsRows) {
+        // More than once where a block has fewer keys than MMAs have rows.
+        while (skips_rows()) step(n_block--, _1{}, false_type{});
+      }
+      do {
+        step(n_block, _0{}, false_type{});
+      } while (has_next(n_block--));
     }
-    do {
-      step(n_block, _0{});
-    } while (has_next(n_block--));
   }
 
  private:
@@ -222,30 +274,100 @@ struct FwdMainloop {
   static CUTE_DEVICE void multiply(unsigned thread, const A& rA, const FetchA& fetch_a, B& rB,
                                    const SmemB& sB, C& rC) {
     using namespace cute;
-    TiledMma mma;
-    LoadB load_b;
-    auto thread_load_b = load_b.get_slice(thread);
-    auto from_b = thread_load_b.partition_S(sB);  // (ldmatrix, columns / 16, k16 steps)
-    auto to_b = thread_load_b.retile_D(rB);       // as from_b
-    constexpr int kPairs = decltype(size<1>(from_b))::value;
-    constexpr int kSteps = decltype(size<2>(from_b))::value;
+    constexpr int kPairs = decltype(size<1>(rB))::value / 2;
+    constexpr int kSteps = decltype(size<2>(rB))::value;
+    auto fetch_b = fetches<LoadB>(thread, rB, sB);
     fetch_a(0);
-    copy(load_b, from_b(_, _0{}, _0{}), to_b(_, _0{}, _0{}));
+    fetch_b(0, 0);
     CUTE_UNROLL
     for (int i = 0; i < kPairs * kSteps; ++i) {
       const int k = i / kPairs, pair = i % kPairs;
       if (pair == 0 && k + 1 < kSteps) fetch_a(k + 1);
-      if (i + 1 < kPairs * kSteps) {
-        const int next_k = (i + 1) / kPairs, next_pair = (i + 1) % kPairs;
-        copy(load_b, from_b(_, next_pair, next_k), to_b(_, next_pair, next_k));
-      }
+      if (i + 1 < kPairs * kSteps) fetch_b((i + 1) % kPairs, (i + 1) / kPairs);
+      multiply_pair(rA(_, _, k), rB(_, _, k), pair, rC);
+    }
+  }
+
+  // fetch(pair, k): B's fragments of 16 columns of C (2 MMAs) and one k16 step, by one ldmatrix.
+  template <class LoadB, class B, class SmemB>
+  static CUTE_DEVICE auto fetches(unsigned thread, B& rB, const SmemB& sB) {
+    auto thread_load_b = LoadB{}.get_slice(thread);
+    auto from_b = thread_load_b.partition_S(sB);  // (ldmatrix, columns / 16, k16 steps)
+    auto to_b = thread_load_b.retile_D(rB);       // as from_b
+    return [from_b, to_b](int pair, int k) mutable {
+      cute::copy(LoadB{}, from_b(cute::_, pair, k), to_b(cute::_, pair, k));
+    };
+  }
+
+  // The products of one such fetch: (8, MMA_M) by (4, columns / 8), of which two, to (4, MMA_M,
+  // columns / 8), of which two.
+  template <class A, class B, class C>
+  static CUTE_DEVICE void multiply_pair(const A& rA, const B& rB, int pair, C& rC) {
+    using namespace cute;
+    CUTE_UNROLL
+    for (int m = 0; m < size<1>(rA); ++m) {
       CUTE_UNROLL
-      for (int m = 0; m < size<1>(rA); ++m) {
+      for (int n = 2 * pair; n < 2 * pair + 2; ++n) {
+        gemm(TiledMma{}, rC(_, m, n), rA(_, m), rB(_, n), rC(_, m, n));
+      }
+    }
+  }
+
+  // With scores ahead: scores to weights, O += P V of this block, and, with kComputesNext, S = Q
+  // K^T of the next in place of the scores. In pieces of 16 keys: while one has its products, the
+  // next has its exponentials. Without a branch between the pieces ptxas would take all
+  // exponentials first, and all of S last.
+  template <int kSkipped, bool kComputesNext, class S, class Q, class K, class SmemK, class V,
+            class SmemVt, class Out>
+  static CUTE_DEVICE void weigh_and_multiply(unsigned thread, int n_block, Softmax& softmax,
+                                             S& tSrS, const Q& tSrQ, K& tSrK, const SmemK& sK,
+                                             V& tOrVt, const SmemVt& sVt, Out& tOrO) {
+    using namespace cute;
+    constexpr int kPieces = Traits::kBlockN / 16;
+    constexpr int kStepsOfS = Traits::kHeadDim / 16, kPairsOfO = Traits::kHeadDimV / 16;
+    // ldmatrix that are issued before the piece's branch, so that products can begin behind it.
+    constexpr int kKeysFirst = 1, kValuesFirst = kPairsOfO < 3 ? kPairsOfO : 3;
+    auto fetch_keys = fetches<LoadK>(thread, tSrK, sK);
+    auto fetch_values = fetches<LoadVt>(thread, tOrVt, sVt);
+    auto tSrS_step = skip_rows<kSkipped>(tSrS);
+    // P, two elements a word.
+    auto words = make_tensor<uint32_t>(
+        make_shape(_4{}, size<1>(tSrS_step), Int<kPieces>{}));  // (4, MMA_M, N / 16)
+    auto tOrP = recast<Element>(words);                         // (8, MMA_M, N / 16)
+    const auto subtrahends = softmax.subtrahends();
+    auto weigh = [&](int piece) {
+      auto accumulators = pair_of_columns(tSrS_step, piece);  // (4, MMA_M, 2)
+      auto scores = as_matrix(accumulators);
+      softmax.template weigh<2 * kSkipped>(scores, subtrahends);
+      auto words_of_piece = words(_, _, piece);
+      convert_to_words<Element>(as_a_operand(accumulators), words_of_piece);
+    };
+    auto fetch_first = [&](int piece) {
+      CUTE_UNROLL
+      for (int k = 0; kComputesNext && k < kKeysFirst; ++k) fetch_keys(piece, k);
+      CUTE_UNROLL
+      for (int pair = 0; pair < kValuesFirst; ++pair) fetch_values(pair, piece);
+    };
+    weigh(0);
+    CUTE_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece > 0) platform::keep_order(n_block);
+      if (piece + 1 < kPieces) weigh(piece + 1);
+      if constexpr (kComputesNext) {
+        auto next = pair_of_columns(tSrS, piece);
+        clear(next);
         CUTE_UNROLL
-        for (int n = 2 * pair; n < 2 * pair + 2; ++n) {
-          gemm(mma, rC(_, m, n), rA(_, m, k), rB(_, n, k), rC(_, m, n));
+        for (int k = 0; k < kStepsOfS; ++k) {
+          if (piece == 0 || k >= kKeysFirst) fetch_keys(piece, k);
+          multiply_pair(tSrQ(_, _, k), tSrK(_, _, k), piece, tSrS);
         }
       }
+      CUTE_UNROLL
+      for (int pair = 0; pair < kPairsOfO; ++pair) {
+        if (piece == 0 || pair >= kValuesFirst) fetch_values(pair, piece);
+        multiply_pair(tOrP(_, _, piece), tOrVt(_, _, piece), pair, tOrO);
+      }
+      if (piece + 1 < kPieces) fetch_first(piece + 1);
     }
   }
 };

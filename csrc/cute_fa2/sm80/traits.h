@@ -30,11 +30,14 @@ struct FwdTraits {
   // Of the launch bounds: 0 says nothing. Even 1, which asks for nothing, makes ptxas spend
   // registers up to the last, and spill.
   static constexpr int kMinBlocks = 0;
-  static constexpr bool kQInRegisters = kConfig.q_in_registers;
-  static constexpr int kStages = kConfig.stages;
+  // S of the next key block is computed while the softmax of this one is done (`step` in
+  // fwd_mainloop.h).
+  static constexpr bool kScoresAhead = kConfig.scores_ahead;
+  static constexpr int kStages = kConfig.stages();
   static constexpr int kRowWarps = kConfig.row_warps;
   static constexpr int kColumnWarps = kConfig.column_warps;
   static constexpr bool kSharesRows = kColumnWarps > 1;
+  static_assert(!(kScoresAhead && kSharesRows));
 
   using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;
   using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;
