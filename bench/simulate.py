@@ -8,7 +8,7 @@ to do the same meanwhile, so that an access to shared memory takes the time of f
 taken to have arrived, and blocks start at random times. Blocks have a multiple of four warps, and
 one barrier.
 
-    python -m bench.tiles sm80 64,128,64,4,2,true       # says it of each tile
+    python -m bench.tiles sm80 64,128,64,4,true         # says it of each tile
 
 It is for ranking tiles; what is near enough to be a tie, and how near the truth it comes, is in
 csrc/cute_fa2/README.md.

@@ -1,13 +1,13 @@
 """Tiles that have no row in csrc/cute_fa2/config.h, to be timed before one is written.
 
     python -m bench.tiles sm90 64,2,128,4,2,true 64,3,128,3,2,false
-    python -m bench.tiles sm80 64,128,48,4,2,false --blocks-per-sm 3
+    python -m bench.tiles sm80 64,128,48,4,true --blocks-per-sm 3
     python -m bench.run --suite train --D 64 --check --tiles build/tiles/*.so
 
 A tile is given by the members of `FwdSm90Config` or `FwdConfig` in csrc/cute_fa2/config.h:
 
     sm90    head_dim,consumers,block_n,stages,q_stages,in_turns
-    sm80    head_dim,block_m,block_n,row_warps,stages,q_in_registers[,column_warps]
+    sm80    head_dim,block_m,block_n,row_warps,scores_ahead[,column_warps]
 
 The first two commands need no GPU: they compile each tile, for Hopper, to a library of its own, and
 say how many registers it takes, whether it spills, and of sm80 how busy it should keep the tensor
@@ -118,9 +118,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build/tiles", metavar="FOLDER")
     args = parser.parse_args(argv)
     for tile in args.tiles:
-        more = r"(,\d+)?" if args.arch == "sm80" else ""
-        if not re.fullmatch(rf"(\d+,){{5}}(true|false){more}", tile):
-            parser.error(f"{tile!r} is not five numbers and true or false, as 64,128,64,4,2,true")
+        members, example = {
+            "sm80": (r"(\d+,){4}(true|false)(,\d+)?", "64,128,64,4,true"),
+            "sm90": (r"(\d+,){5}(true|false)", "64,3,128,3,2,true"),
+        }[args.arch]
+        if not re.fullmatch(members, tile):
+            parser.error(f"{tile!r} is not a tile of {args.arch}, as {example} is one")
     done = [
         compile_tile(args.arch, tile, args.dtype, args.blocks_per_sm, args.out)
         for tile in args.tiles
