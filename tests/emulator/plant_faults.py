@@ -110,9 +110,31 @@ FAULTS = [
         head_dim=96,
     ),
     Fault(
-        "barrier removed before O takes the space of Q",
-        RACE,
-        [(EPILOGUE, "platform::sync_block();  // all warps", "// all warps")],
+        "barrier removed before the first block is read",
+        f"{RACE}|{UNWRITTEN}|{UNFINISHED}",
+        [(MAINLOOP, "platform::sync_block();  // Q and K", "// Q and K")],
+    ),
+    Fault(
+        "first block not waited for",
+        UNFINISHED,
+        [
+            (
+                MAINLOOP,
+                "platform::wait_copies<kScoresAhead ? 1 : 0>",
+                "platform::wait_copies<kScoresAhead ? 2 : 0>",
+            )
+        ],
+    ),
+    Fault(
+        "rises of the next block missed",
+        WRONG,
+        [
+            (
+                MAINLOOP,
+                "may_rise = softmax.may_rise(as_matrix(tSrS_all));",
+                "may_rise = false;",
+            )
+        ],
     ),
     Fault(
         "barrier removed before O is read",
@@ -212,9 +234,9 @@ FAULTS = [
         [
             (
                 MAINLOOP,
-                "clear(tSrS_ahead);",
-                "float unset[size(tSrS_ahead)];\n"
-                "      for (int i = 0; i < size(tSrS_ahead); ++i) tSrS_ahead(i) = unset[i];",
+                "clear(tSrS_all);",
+                "float unset[size(tSrS_all)];\n"
+                "      for (int i = 0; i < size(tSrS_all); ++i) tSrS_all(i) = unset[i];",
             )
         ],
     ),
@@ -364,8 +386,8 @@ FAULTS = [
         [
             (
                 EPILOGUE,
-                "platform::sync_block();  // all warps",
-                "if (thread < Traits::kThreads / 2) platform::sync_block();  // all warps",
+                "platform::sync_block();  // O is",
+                "if (thread < Traits::kThreads / 2) platform::sync_block();  // O is",
             )
         ],
     ),

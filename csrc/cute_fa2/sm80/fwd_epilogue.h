@@ -33,7 +33,7 @@ struct FwdEpilogue {
     auto rO = convert<ElementOut>(tOrO);
     typename Traits::StoreO store_o;
     auto thread_store_o = store_o.get_slice(thread);
-    platform::sync_block();  // all warps are done reading Q, whose space O takes
+    // In the space of Q, which no warp reads any more.
     copy(store_o, thread_store_o.retile_S(rO), thread_store_o.partition_D(sO));
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)

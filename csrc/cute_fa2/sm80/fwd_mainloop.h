@@ -46,7 +46,8 @@ struct FwdMainloop {
       kMask == MaskKind::kBanded && !Traits::kSharesRows && Traits::kBlockM == 2 * kMmaRows &&
       (kScoresAhead ? Traits::kBlockN == kMmaRows : Traits::kBlockN <= kMmaRows);
 
-  // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`.
+  // Leaves the weighted sum of V in `tOrO` and its statistics in `softmax`. On return no warp reads
+  // Q's space any more.
   //   keys_values   hands out the tiles of K and V
   //   tOrO          (4, MMA_M, kHeadDimV / 8), cleared here
   template <class KeysValues, class Out>
@@ -107,16 +108,18 @@ struct FwdMainloop {
       keys_values.template load_values<decltype(is_whole)::value>(n_block, sV(n_block));
     };
 
-    // With scores ahead: S of the block that is next to be worked on, and whether by it a row may
-    // rise. In the first block all do.
-    auto tSrS_ahead = partition_fragment_C(mma, ShapeS{});  // (4, MMA_M, N / 8)
+    // With scores ahead: S of all rows and of the block that is next to be worked on, and whether
+    // by it a row may rise: by the scores before the mask, which only lowers them. (What may raise
+    // a score has to come before.) In the first block all rise.
+    auto tSrS_all = partition_fragment_C(mma, ShapeS{});  // (4, MMA_M, N / 8)
     bool may_rise = true;
 
-    // One block of keys, with the tile's rows but those of the first kSkipped MMAs. `is_last`:
-    // whether it is known to be the last that is visited, which matters with scores ahead.
-    auto step = [&](int index, auto skipped, auto is_last) {
+    // One block of keys, with the tile's rows but those of the first kSkipped MMAs. With scores
+    // ahead, and a next block to compute those of: `computes_next`.
+    auto step = [&](int index, auto skipped, auto computes_next) {
       constexpr int kSkipped = decltype(skipped)::value;
-      [[maybe_unused]] constexpr bool kComputesNext = kScoresAhead && !decltype(is_last)::value;
+      constexpr bool kComputesNext = decltype(computes_next)::value;
+      static_assert(kScoresAhead || !kComputesNext);
       constexpr int kStepM = Traits::kBlockM - kSkipped * kMmaRows;
       using ShapeStep = Shape<Int<kStepM>, Int<kBlockN>>;
       const int step_row0 = row0 + kSkipped * kMmaRows;
@@ -137,7 +140,7 @@ struct FwdMainloop {
       const unsigned thread_here = platform::computed_here(thread, n_block);
       auto tSrS = [&] {  // (4, MMA_M, N / 8)
         if constexpr (kScoresAhead) {
-          return skip_rows<kSkipped>(tSrS_ahead);
+          return skip_rows<kSkipped>(tSrS_all);
         } else {
           return partition_fragment_C(mma, ShapeStep{});
         }
@@ -187,11 +190,11 @@ struct FwdMainloop {
       if constexpr (Traits::kSharesRows) load_next_keys();
 
       if constexpr (kScoresAhead) {
-        const int next_block = kComputesNext ? n_block - 1 : n_block;
-        weigh_and_multiply<kSkipped, kComputesNext>(thread_here, n_block, softmax, tSrS_ahead, tSrQ,
+        const int next_block = kComputesNext ? n_block - 1 : n_block;  // in the last, not read
+        weigh_and_multiply<kSkipped, kComputesNext>(thread_here, n_block, softmax, tSrS_all, tSrQ,
                                                     tSrK, sK(next_block), tOrVt, sVt(n_block),
                                                     tOrO_step);
-        if constexpr (kComputesNext) may_rise = softmax.may_rise(as_matrix(tSrS_ahead));
+        if constexpr (kComputesNext) may_rise = softmax.may_rise(as_matrix(tSrS_all));
       } else {
         // From here on there is no branch, so that the exponentials of later columns run under the
         // products with the earlier ones; but of shared rows all of P comes before any product.
@@ -237,9 +240,9 @@ struct FwdMainloop {
       platform::sync_block();  // Q and K of the first block are there, for all threads
       const unsigned thread_here = platform::computed_here(thread, n_block);
       copy(load_q, load_q.get_slice(thread_here).partition_S(sQ), tXrQ);
-      clear(tSrS_ahead);
+      clear(tSrS_all);
       auto first_scores = [&](auto skipped) {
-        auto tSrS = skip_rows<decltype(skipped)::value>(tSrS_ahead);
+        auto tSrS = skip_rows<decltype(skipped)::value>(tSrS_all);
         multiply<LoadK>(
             thread_here, skip_rows<decltype(skipped)::value>(tSrQ), [](int) {}, tSrK, sK(n_block),
             tSrS);
@@ -248,13 +251,13 @@ struct FwdMainloop {
       if (kSkipsRows && skips_rows()) {
         if constexpr (kSkipsRows) {
           first_scores(_1{});
-          step(n_block--, _1{}, false_type{});
+          step(n_block--, _1{}, true_type{});
         }
       } else {
         first_scores(_0{});
       }
-      for (; has_next(n_block); --n_block) step(n_block, _0{}, false_type{});
-      step(n_block, _0{}, true_type{});
+      for (; has_next(n_block); --n_block) step(n_block, _0{}, true_type{});
+      step(n_block, _0{}, false_type{});
     } else {
       if constexpr (kSkipsRows) {
         // More than once where a block has fewer keys than MMAs have rows.
@@ -276,7 +279,7 @@ struct FwdMainloop {
     using namespace cute;
     constexpr int kPairs = decltype(size<1>(rB))::value / 2;
     constexpr int kSteps = decltype(size<2>(rB))::value;
-    auto fetch_b = fetches<LoadB>(thread, rB, sB);
+    auto fetch_b = fetcher<LoadB>(thread, rB, sB);
     fetch_a(0);
     fetch_b(0, 0);
     CUTE_UNROLL
@@ -290,7 +293,7 @@ struct FwdMainloop {
 
   // fetch(pair, k): B's fragments of 16 columns of C (2 MMAs) and one k16 step, by one ldmatrix.
   template <class LoadB, class B, class SmemB>
-  static CUTE_DEVICE auto fetches(unsigned thread, B& rB, const SmemB& sB) {
+  static CUTE_DEVICE auto fetcher(unsigned thread, B& rB, const SmemB& sB) {
     auto thread_load_b = LoadB{}.get_slice(thread);
     auto from_b = thread_load_b.partition_S(sB);  // (ldmatrix, columns / 16, k16 steps)
     auto to_b = thread_load_b.retile_D(rB);       // as from_b
@@ -299,8 +302,8 @@ struct FwdMainloop {
     };
   }
 
-  // The products of one such fetch: (8, MMA_M) by (4, columns / 8), of which two, to (4, MMA_M,
-  // columns / 8), of which two.
+  // The products of one such fetch: to columns 16 pair .. 16 pair + 15 of C (4, MMA_M, columns / 8)
+  // come those of A (8, MMA_M) and B (4, columns / 8), of one k16 step.
   template <class A, class B, class C>
   static CUTE_DEVICE void multiply_pair(const A& rA, const B& rB, int pair, C& rC) {
     using namespace cute;
@@ -320,21 +323,22 @@ struct FwdMainloop {
   template <int kSkipped, bool kComputesNext, class S, class Q, class K, class SmemK, class V,
             class SmemVt, class Out>
   static CUTE_DEVICE void weigh_and_multiply(unsigned thread, int n_block, Softmax& softmax,
-                                             S& tSrS, const Q& tSrQ, K& tSrK, const SmemK& sK,
-                                             V& tOrVt, const SmemVt& sVt, Out& tOrO) {
+                                             S& tSrS_all, const Q& tSrQ, K& tSrK, const SmemK& sK,
+                                             V& tOrVt, const SmemVt& sVt, Out& tOrO_step) {
     using namespace cute;
     constexpr int kPieces = Traits::kBlockN / 16;
     constexpr int kStepsOfS = Traits::kHeadDim / 16, kPairsOfO = Traits::kHeadDimV / 16;
-    // ldmatrix that are issued before the piece's branch, so that products can begin behind it.
-    constexpr int kKeysFirst = 1, kValuesFirst = kPairsOfO < 3 ? kPairsOfO : 3;
-    auto fetch_keys = fetches<LoadK>(thread, tSrK, sK);
-    auto fetch_values = fetches<LoadVt>(thread, tOrVt, sVt);
-    auto tSrS_step = skip_rows<kSkipped>(tSrS);
+    // The first of K's ldmatrix and so many of V's are issued before a piece's branch, so that
+    // products can begin behind it.
+    constexpr int kValuesFirst = kPairsOfO < 3 ? kPairsOfO : 3;
+    auto fetch_keys = fetcher<LoadK>(thread, tSrK, sK);
+    auto fetch_values = fetcher<LoadVt>(thread, tOrVt, sVt);
+    auto tSrS_step = skip_rows<kSkipped>(tSrS_all);
     // P, two elements a word.
     auto words = make_tensor<uint32_t>(
         make_shape(_4{}, size<1>(tSrS_step), Int<kPieces>{}));  // (4, MMA_M, N / 16)
     auto tOrP = recast<Element>(words);                         // (8, MMA_M, N / 16)
-    const auto subtrahends = softmax.subtrahends();
+    const auto subtrahends = softmax.subtrahends();  // once: the compiler would not share them
     auto weigh = [&](int piece) {
       auto accumulators = pair_of_columns(tSrS_step, piece);  // (4, MMA_M, 2)
       auto scores = as_matrix(accumulators);
@@ -343,8 +347,7 @@ struct FwdMainloop {
       convert_to_words<Element>(as_a_operand(accumulators), words_of_piece);
     };
     auto fetch_first = [&](int piece) {
-      CUTE_UNROLL
-      for (int k = 0; kComputesNext && k < kKeysFirst; ++k) fetch_keys(piece, k);
+      if constexpr (kComputesNext) fetch_keys(piece, 0);
       CUTE_UNROLL
       for (int pair = 0; pair < kValuesFirst; ++pair) fetch_values(pair, piece);
     };
@@ -354,18 +357,18 @@ struct FwdMainloop {
       if (piece > 0) platform::keep_order(n_block);
       if (piece + 1 < kPieces) weigh(piece + 1);
       if constexpr (kComputesNext) {
-        auto next = pair_of_columns(tSrS, piece);
+        auto next = pair_of_columns(tSrS_all, piece);
         clear(next);
         CUTE_UNROLL
         for (int k = 0; k < kStepsOfS; ++k) {
-          if (piece == 0 || k >= kKeysFirst) fetch_keys(piece, k);
-          multiply_pair(tSrQ(_, _, k), tSrK(_, _, k), piece, tSrS);
+          if (piece == 0 || k > 0) fetch_keys(piece, k);
+          multiply_pair(tSrQ(_, _, k), tSrK(_, _, k), piece, tSrS_all);
         }
       }
       CUTE_UNROLL
       for (int pair = 0; pair < kPairsOfO; ++pair) {
         if (piece == 0 || pair >= kValuesFirst) fetch_values(pair, piece);
-        multiply_pair(tOrP(_, _, piece), tOrVt(_, _, piece), pair, tOrO);
+        multiply_pair(tOrP(_, _, piece), tOrVt(_, _, piece), pair, tOrO_step);
       }
       if (piece + 1 < kPieces) fetch_first(piece + 1);
     }

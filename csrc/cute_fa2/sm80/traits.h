@@ -30,8 +30,8 @@ struct FwdTraits {
   // Of the launch bounds: 0 says nothing. Even 1, which asks for nothing, makes ptxas spend
   // registers up to the last, and spill.
   static constexpr int kMinBlocks = 0;
-  // S of the next key block is computed while the softmax of this one is done (`step` in
-  // fwd_mainloop.h).
+  // S of the next key block is computed while the softmax of this one is done
+  // (`weigh_and_multiply` in fwd_mainloop.h).
   static constexpr bool kScoresAhead = kConfig.scores_ahead;
   static constexpr int kStages = kConfig.stages();
   static constexpr int kRowWarps = kConfig.row_warps;
