@@ -94,7 +94,7 @@ class Fault:
 FAULTS = [
     Fault(
         "barrier removed before K is read",
-        f"{RACE}|{UNWRITTEN}",
+        f"{RACE}|{UNWRITTEN}|{UNFINISHED}",
         [
             (
                 MAINLOOP,
