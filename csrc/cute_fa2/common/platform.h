@@ -76,8 +76,8 @@ CUTE_DEVICE Integer computed_here(Integer value, int changing) {
 }
 
 // Products that stand before it stay before those behind: a branch, which ptxas moves none across
-// (tests/test_machine_code.py looks). It is never taken, as `changing` is not negative, which ptxas does not know; in a loop it
-// is to be another in each pass.
+// (tests/test_machine_code.py looks). It is never taken, as `changing` is not negative, which ptxas
+// does not know; in a loop it is to be another in each pass.
 CUTE_DEVICE void keep_order(int changing) {
   if (changing < 0) __trap();
 }
