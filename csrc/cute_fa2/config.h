@@ -52,8 +52,10 @@ struct FwdRow {
 //
 // Beside a row: its speed on an H200 as a multiple of FlashAttention-2's (PyTorch's SDPA, same run;
 // bf16, B x N = 16384, geometric mean of N = 512, 2048 and 8192, full and causal), then what else
-// was tried, as block_n, key blocks in shared memory: speed. All before O was rescaled only on a
-// rise of 2^8 (online_softmax.h), which gave 4% at head dim 64, 5.5% at 128 and nothing at 256.
+// was tried, as block_n, key blocks in shared memory: speed. (Two key blocks without scores ahead,
+// their barriers fewer by one a step, is a form that the main loop no longer has.) All before O was
+// rescaled only on a rise of 2^8 (online_softmax.h), which gave 4% at head dim 64, 5.5% at 128 and
+// nothing at 256.
 inline constexpr FwdRow kFwdSm80[] = {
     // head_dim, block_m, block_n, row_warps, scores_ahead (, column_warps), blocks_per_sm
     // Not timed with scores ahead; without, with Q in registers and two key blocks: 1.13. 64, 2:

@@ -41,6 +41,8 @@ RACE = "with no barrier in between"
 UNWRITTEN = "which nobody has written"
 UNFINISHED = "has not waited for"
 BOUNDS = "in no row of any tensor"
+# A store past the last row lands in a row that another thread block writes, or in none.
+STRAY = f"{BOUNDS}|written already"
 WRONG = "out error"  # or the LSE's
 CONFLICTS = "bank conflicts"
 IN_USE = "which a product of warp .* (still reads|has read)"
@@ -264,12 +266,12 @@ FAULTS = [
     ),
     Fault(
         "store past the last row of O",
-        BOUNDS,
+        STRAY,
         [(EPILOGUE, "if (exists && column", "if (column")],
     ),
     Fault(
         "store past the last row of the LSE",
-        BOUNDS,
+        STRAY,
         [(EPILOGUE, "exists(row, len_q)", "exists(row, len_q + 1)")],
     ),
     Fault(
@@ -652,7 +654,7 @@ SM90_FAULTS = [
     ),
     of_sm90(
         "rows past the last written",
-        BOUNDS,
+        STRAY,
         SM90_EPILOGUE,
         "const bool exists = arguments.query_rows.exists(row, len_q)",
         "const bool exists = arguments.query_rows.exists(row, len_q + 1)",

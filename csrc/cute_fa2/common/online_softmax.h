@@ -61,20 +61,14 @@ class OnlineSoftmax {
     }
   }
 
-  // A block of scores takes three calls. `raise` updates the references, and returns false where
-  // none rose, the same for all who vote together. Where it returns true, `rescale` multiplies
-  // `out`, the weighted sum of V so far, before anything is added to it; while `out` is 0 that may
-  // be left out. `weigh` replaces the scores by their weights; they have to be those that `raise`
-  // has had, which may have subtracted the maximum. `scores` and `out` are matrices of (kRows,
-  // columns), or without the first kSkippedRows rows, whose statistics then stay as they are. In
-  // the first block of a tile (`is_first`) no row has seen a score before.
-  template <int kSkippedRows = 0, class Scores, class Holders = RowsOfQuads>
-  CUTE_DEVICE bool raise(Scores& scores, bool is_first, const Holders& holders = {}) {
-    auto asks = [&] { return may_rise<kSkippedRows>(scores); };
-    return raise_if<kSkippedRows>(asks, scores, is_first, holders);
-  }
-
-  // Whether a row may rise by those of its scores that this thread has.
+  // A block of scores takes four calls. `may_rise` tells whether a row's reference may have to rise
+  // by those of its scores that this thread has; it may be asked before a mask, which only lowers
+  // scores. `raise` updates the references, and returns false where none rose, the same for all who
+  // vote together. Where it returns true, `rescale` multiplies `out`, the weighted sum of V so far,
+  // before anything is added to it; while `out` is 0 that may be left out. `weigh` replaces the
+  // scores by their weights; they have to be those that `raise` has had, which may have subtracted
+  // the maximum. `scores` and `out` are matrices of (kRows, columns), or without the first
+  // kSkippedRows rows, whose statistics then stay as they are.
   template <int kSkippedRows = 0, class Scores>
   CUTE_DEVICE bool may_rise(const Scores& scores) const {
     bool result = false;
@@ -85,10 +79,10 @@ class OnlineSoftmax {
     return result;
   }
 
-  // `raise`, where may_rise() tells what `may_rise` said of the scores, before a mask if need be.
-  template <int kSkippedRows, class MayRise, class Scores, class Holders>
-  CUTE_DEVICE bool raise_if(const MayRise& may_rise, Scores& scores, bool is_first,
-                            const Holders& holders) {
+  // In the first block of a tile (`is_first`) no row has seen a score before, and all rise.
+  template <int kSkippedRows = 0, class Scores, class Holders = RowsOfQuads>
+  CUTE_DEVICE bool raise(Scores& scores, bool may_rise, bool is_first,
+                         const Holders& holders = {}) {
     // Each row decides for itself, so that its result does not depend on its neighbours; all decide
     // together whether there is anything to do. A thread's own columns tell whether there may be;
     // how far a row rises, its holders find together.
@@ -96,7 +90,7 @@ class OnlineSoftmax {
     if (all_rise) {
       holders.meet();
     } else {
-      if (!holders.any(may_rise())) return false;
+      if (!holders.any(may_rise)) return false;
     }
     float row_max[kRows - kSkippedRows];
     CUTE_UNROLL

@@ -109,10 +109,9 @@ struct FwdMainloop {
     };
 
     // With scores ahead: S of all rows and of the block that is next to be worked on, and whether
-    // by it a row may rise: by the scores before the mask, which only lowers them. (What may raise
-    // a score has to come before.) In the first block all rise.
+    // by it a row may rise, asked before the mask.
     auto tSrS_all = partition_fragment_C(mma, ShapeS{});  // (4, MMA_M, N / 8)
-    bool may_rise = true;
+    bool may_rise = true;                                 // in the first block all do
 
     // One block of keys, with the tile's rows but those of the first kSkipped MMAs. With scores
     // ahead, and a next block to compute those of: `computes_next`.
@@ -171,20 +170,11 @@ struct FwdMainloop {
       auto scores = as_matrix(tSrS);               // (rows, columns)
       auto tOrO_step = skip_rows<kSkipped>(tOrO);  // (4, MMA_M, Dv / 8)
       auto out = as_matrix(tOrO_step);             // (rows, columns)
-      if (mask.cuts(step_row0, kStepM, n_block * kBlockN, kBlockN)) {
-        auto coords = [&](unsigned of_thread) {  // (rows, columns) -> (row, key)
-          auto slice = mma.get_slice(of_thread);
-          return as_matrix(slice.partition_C(make_identity_tensor(ShapeStep{})));
-        };
-        mask.apply(scores, coords(platform::computed_here(thread)), coords(0u), step_row0, kStepM,
-                   n_block * kBlockN, kBlockN);
-      }
+      apply_mask<kStepM>(mask, thread, step_row0, n_block * kBlockN, scores);
       const bool is_first = !has_previous(n_block);
-      auto asks = [&] {
-        return kScoresAhead ? may_rise : softmax.template may_rise<2 * kSkipped>(scores);
-      };
-      const bool rises = softmax.template raise_if<2 * kSkipped>(
-          asks, scores, is_first, row_holders<Traits>(smem, platform::computed_here(thread)));
+      if constexpr (!kScoresAhead) may_rise = softmax.template may_rise<2 * kSkipped>(scores);
+      const bool rises = softmax.template raise<2 * kSkipped>(
+          scores, may_rise, is_first, row_holders<Traits>(smem, platform::computed_here(thread)));
       // Before the first block O is 0.
       if (rises && !is_first) softmax.template rescale<2 * kSkipped>(out);
       if constexpr (Traits::kSharesRows) load_next_keys();
@@ -201,17 +191,7 @@ struct FwdMainloop {
         softmax.template weigh<2 * kSkipped>(scores);
         auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
         if constexpr (Traits::kSharesRows) {
-          auto sP = make_tensor(make_smem_ptr(smem.exchange.p),  // (kBlockM, kBlockN)
-                                typename Traits::Exchange::SmemLayoutP{});
-          auto store_p = StoreP{}.get_slice(thread_here);
-          copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
-          platform::sync_block();  // P is there, of all columns
-          auto tOrP = make_tensor<Element>(partition_shape_A(mma, ShapeS{}));  // (8, MMA_M, N / 16)
-          auto load_p = LoadP{}.get_slice(thread_here);
-          auto tXsP = load_p.partition_S(sP);  // (ldmatrix, MMA_M, N / 16)
-          auto tXrP = load_p.retile_D(tOrP);   // as tXsP
-          auto fetch_p = [&](int k) { copy(LoadP{}, tXsP(_, _, k), tXrP(_, _, k)); };
-          multiply<LoadVt>(thread_here, tOrP, fetch_p, tOrVt, sVt(n_block), tOrO);
+          exchange_and_multiply(thread_here, tSrP, smem, tOrVt, sVt(n_block), tOrO);
         } else {
           auto tOrP = as_a_operand(tSrP);  // (8, MMA_M, N / 16)
           multiply<LoadVt>(thread_here, tOrP, [](int) {}, tOrVt, sVt(n_block), tOrO_step);
@@ -270,6 +250,21 @@ struct FwdMainloop {
   }
 
  private:
+  // `scores`: kStepM rows from `row0` on, kBlockN keys from `key0` on.
+  template <int kStepM, class Scores>
+  static CUTE_DEVICE void apply_mask(const Mask<kMask>& mask, unsigned thread, int row0, int key0,
+                                     Scores& scores) {
+    using namespace cute;
+    if (!mask.cuts(row0, kStepM, key0, Traits::kBlockN)) return;
+    auto coords = [](unsigned of_thread) {  // (rows, columns) -> (row, key)
+      auto slice = TiledMma{}.get_slice(of_thread);
+      return as_matrix(
+          slice.partition_C(make_identity_tensor(Shape<Int<kStepM>, Int<Traits::kBlockN>>{})));
+    };
+    mask.apply(scores, coords(platform::computed_here(thread)), coords(0u), row0, kStepM, key0,
+               Traits::kBlockN);
+  }
+
   // C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of the
   // products that use them and no more, as registers are short. `fetch_a(k)` brings A's fragments
   // of step k and is called ahead of that step's products.
@@ -314,6 +309,25 @@ struct FwdMainloop {
         gemm(TiledMma{}, rC(_, m, n), rA(_, m), rB(_, n), rC(_, m, n));
       }
     }
+  }
+
+  // Of shared rows: O += P V, where P's columns come from all warps, through shared memory.
+  template <class P, class V, class SmemVt, class Out>
+  static CUTE_DEVICE void exchange_and_multiply(unsigned thread, const P& tSrP, SharedMemory& smem,
+                                                V& tOrVt, const SmemVt& sVt, Out& tOrO) {
+    using namespace cute;
+    auto sP = make_tensor(make_smem_ptr(smem.exchange.p),  // (kBlockM, kBlockN)
+                          typename Traits::Exchange::SmemLayoutP{});
+    auto store_p = StoreP{}.get_slice(thread);
+    copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
+    platform::sync_block();  // P is there, of all columns
+    auto tOrP =
+        make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeS{}));  // (8, MMA_M, N / 16)
+    auto load_p = LoadP{}.get_slice(thread);
+    auto tXsP = load_p.partition_S(sP);  // (ldmatrix, MMA_M, N / 16)
+    auto tXrP = load_p.retile_D(tOrP);   // as tXsP
+    auto fetch_p = [&](int k) { copy(LoadP{}, tXsP(_, _, k), tXrP(_, _, k)); };
+    multiply<LoadVt>(thread, tOrP, fetch_p, tOrVt, sVt, tOrO);
   }
 
   // With scores ahead: scores to weights, O += P V of this block, and, with kComputesNext, S = Q

@@ -283,7 +283,7 @@ struct FwdMainloop {
           mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
                      coords(0), work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN);
         }
-        const bool rises = softmax.raise(scores, !is_multiplying);
+        const bool rises = softmax.raise(scores, softmax.may_rise(scores), !is_multiplying);
         softmax.weigh(scores);
         // All of this runs under the product of the block before with V, if it stands before the
         // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
