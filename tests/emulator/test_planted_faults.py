@@ -8,7 +8,6 @@ from pathlib import Path
 import build_emulator
 import pytest
 import torch
-from emulator import Emulator
 from plant_faults import FAULTS, SM90_FAULTS, what_catches
 
 ALL_FAULTS = [*FAULTS, *SM90_FAULTS]
@@ -25,7 +24,7 @@ def planted() -> dict[str, Path]:
 
 @pytest.mark.parametrize("fault", ALL_FAULTS, ids=lambda fault: fault.name)
 def test_is_caught(planted, fault):
-    objection = what_catches(Emulator(planted[fault.name], arch=fault.arch), fault.head_dim)
+    objection = what_catches(fault.emulator(planted[fault.name]), fault.head_dim)
     assert re.search(fault.caught_by, objection)
 
 
