@@ -55,7 +55,7 @@ void launch_fwd_sm90(const FwdParams&, int, int, cudaStream_t) {{
 
 @dataclass(frozen=True)
 class Library:
-    """Kernels to emulate: those of `sources`, a folder in the checkout."""
+    """Kernels to emulate, with their headers from `sources`, a folder in the checkout."""
 
     name: str = "kernels"
     arch: int = 80
@@ -73,10 +73,18 @@ class Library:
     def path(self) -> str:
         return f"{self.folder}/emulated.so"
 
+    @property
+    def dispatch(self) -> str:
+        """The folder of all but the kernels, which is shared by the libraries that have the same
+        kernels: it depends on nothing else."""
+        parts = (f"{BUILD}/sm{self.arch}", *self.head_dims, *self.dtypes, *self.masks)
+        return "_".join(map(str, parts))
+
     def generate(self) -> tuple[list[str], list[str]]:
         """Writes the generated sources; returns the kernels' and the others."""
-        folder = Path(self.folder, "variants")
-        everything = variants.generate(ROOT / folder, self.head_dims, sm90=self.arch == 90)
+        everything = variants.generate(
+            ROOT / self.dispatch / "variants", self.head_dims, sm90=self.arch == 90
+        )
         chosen = (f"sm{self.arch}",), self.dtypes, self.masks
         # fwd_<arch>_hdim<n>_<dtype>, of sm90 with _<mask>
         names = {f: f.stem.split("_")[1:2] + f.stem.split("_")[3:] for f in everything}
@@ -88,10 +96,10 @@ class Library:
             for line in file.read_text().splitlines()
             if line.startswith("template ")
         ]
-        others = [f"{self.sources}/{name}.cpp" for name in ("device", "dispatch")]
+        others = [f"{SOURCES}/{name}.cpp" for name in ("device", "dispatch")]
         if absent:
             text = ABSENT.format(instantiations="\n".join(lines))
-            others.append(write(f"{folder}/absent.cpp", text))
+            others.append(write(f"{self.dispatch}/absent.cpp", text))
         return [str(file.relative_to(ROOT)) for file in kernels], others
 
 
@@ -126,6 +134,9 @@ def write_ninja(libraries: Iterable[Library]) -> str:
     kernel += ["-fno-strict-aliasing", "-Wno-array-bounds"]
     # Each plain access to memory becomes a call of ours (machine.cpp); libtsan is not linked.
     kernel += ["-fsanitize=thread", "-fno-threadsafe-statics"]
+    # Half the time goes into templates; without this gcc sweeps its memory for a seventh of it all.
+    if "clang" not in output_of([compiler, "--version"]):
+        kernel += ["--param", "ggc-min-heapsize=500000"]
     fill_variables = "-ftrivial-auto-var-init=pattern"  # which gcc has from 12 on, clang from 8
     if "unrecognized" not in output_of([compiler, fill_variables, "-x", "c++", "-E", os.devnull]):
         kernel.append(fill_variables)
@@ -145,27 +156,34 @@ def write_ninja(libraries: Iterable[Library]) -> str:
         text += "  deps = gcc\n  depfile = $out.d\n"
     text += f"rule link\n  command = {for_ninja(shared)}\n  description = linking $out\n"
 
-    def compile_rule(rule: str, source: str, target: str, library: Library, flags: str) -> str:
-        flags += f" -I{library.sources} -I{library.folder}/variants"
-        return f"build {target}: {rule} {source}\n  flags = {flags}\n"
+    compiled: dict[str, str] = {}  # target: its rule
+    linked: list[str] = []
+
+    def compile_to(folder: str, file: str, rule: str, flags: str, *includes: str) -> str:
+        target = f"{folder}/{Path(file).stem}.o"
+        flags = " ".join([flags, *(f"-I{include}" for include in includes)])
+        compiled[target] = f"build {target}: {rule} {file}\n  flags = {flags}\n"
+        return target
 
     machine = []
     for source in sorted(HERE.glob("*.cpp"), key=lambda file: file.stem == "small_kernels"):
-        machine.append(f"{BUILD}/machine/{source.stem}.o")
         rule = "kernel" if source.stem == "small_kernels" else "cxx"
-        text += compile_rule(rule, f"{MACHINE}/{source.name}", machine[-1], Library(), "-O2 -g")
+        file = f"{MACHINE}/{source.name}"
+        machine.append(compile_to(f"{BUILD}/machine", file, rule, "-O2 -g", SOURCES))
     for library in libraries:
+        kernels, others = library.generate()
         # The machine's objects come first: of inline functions that both have, the linker keeps
         # those that call us not back.
         objects = list(machine)
         # -g1 leads from an address to a line of the source.
         flags = "-O0 -g" if library.debug else "-O2 -g1"
-        for rule, files in zip(("kernel", "cxx"), library.generate(), strict=True):
-            for file in files:
-                objects.append(f"{library.folder}/{Path(file).stem}.o")
-                text += compile_rule(rule, file, objects[-1], library, flags)
-        text += f"build {library.path}: link {' '.join(objects)}\n"
-    return text
+        for file in kernels:
+            objects.append(compile_to(library.folder, file, "kernel", flags, library.sources))
+        for file in others:
+            includes = SOURCES, f"{library.dispatch}/variants"
+            objects.append(compile_to(library.dispatch, file, "cxx", "-O2 -g1", *includes))
+        linked.append(f"build {library.path}: link {' '.join(objects)}\n")
+    return "".join([text, *compiled.values(), *linked])
 
 
 def build(*libraries: Library) -> list[Path]:

@@ -51,7 +51,8 @@ STUCK = "every thread waits"
 class Fault:
     name: str
     caught_by: str
-    edits: Sequence[tuple[str, str, str]]  # file, text that stands there once, what takes its place
+    # A header of the kernels (not dispatch's), text that stands there once, what takes its place.
+    edits: Sequence[tuple[str, str, str]]
     head_dim: int = 64
     arch: int = 80
 
