@@ -135,13 +135,14 @@ def write_ninja(libraries: Iterable[Library]) -> str:
     # Each plain access to memory becomes a call of ours (machine.cpp); libtsan is not linked.
     kernel += ["-fsanitize=thread", "-fno-threadsafe-statics"]
     # Half the time goes into templates; without this gcc sweeps its memory for a seventh of it all.
-    if "clang" not in output_of([compiler, "--version"]):
+    version = output_of([compiler, "--version"])
+    if "clang" not in version:
         kernel += ["--param", "ggc-min-heapsize=500000"]
     fill_variables = "-ftrivial-auto-var-init=pattern"  # which gcc has from 12 on, clang from 8
     if "unrecognized" not in output_of([compiler, fill_variables, "-x", "c++", "-E", os.devnull]):
         kernel.append(fill_variables)
 
-    identity = output_of([compiler, "--version"]) + os.environ.get("CPLUS_INCLUDE_PATH", "")
+    identity = version + os.environ.get("CPLUS_INCLUDE_PATH", "")
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     cached = [sys.executable, "csrc/object_cache.py", "$out", "$out.d", digest]
     boost = ROOT / links["boost"] / "lib"

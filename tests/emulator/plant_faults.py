@@ -51,7 +51,7 @@ STUCK = "every thread waits"
 class Fault:
     name: str
     caught_by: str
-    # A header of the kernels (not dispatch's), text that stands there once, what takes its place.
+    # Header in sm80/, sm90/ or common/, text that stands there once, what takes its place.
     edits: Sequence[tuple[str, str, str]]
     head_dim: int = 64
     arch: int = 80
@@ -75,9 +75,7 @@ class Fault:
     def plant(self) -> Library:
         """Writes the copy with the fault in it."""
         edited = {file for file, _, _ in self.edits}
-        for source in sorted((ROOT / SOURCES).rglob("*")):
-            if source.suffix not in (".h", ".cpp"):
-                continue
+        for source in sorted((ROOT / SOURCES).rglob("*.h")):
             name = source.relative_to(ROOT / SOURCES).as_posix()
             text = source.read_text()
             for file, old, new in self.edits:
