@@ -1,5 +1,5 @@
-"""Markers: `gpu` tests are skipped without a GPU that flash_cute serves, `sm80` and `sm90` tests
-where no GPU has sm90 kernels beside those of sm80, `full` tests without --full.
+"""Markers: `gpu` tests are skipped without a GPU that flash_cute serves, `sm90` and `other_kernels`
+tests where no GPU has sm90 kernels beside those of sm80, `full` tests without --full.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU that flash_cute serves")
-    config.addinivalue_line(
-        "markers", "sm80: runs the sm80 kernels on a GPU with others by default"
-    )
     config.addinivalue_line("markers", "sm90: needs a GPU that runs the sm90 kernels")
+    config.addinivalue_line(
+        "markers", "other_kernels: on such a GPU, takes the kernels that are not its default"
+    )
     config.addinivalue_line("markers", "full: part of the full sweep, which runs only with --full")
 
 
@@ -47,14 +47,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if why_no_gpu is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=why_no_gpu))
-        elif not has_sm90 and (item.get_closest_marker("sm80") or item.get_closest_marker("sm90")):
+        elif not has_sm90 and any(map(item.get_closest_marker, ("sm90", "other_kernels"))):
             item.add_marker(pytest.mark.skip(reason="this GPU runs the sm80 kernels alone"))
         if not config.getoption("--full") and item.get_closest_marker("full"):
             item.add_marker(pytest.mark.skip(reason="the full sweep runs with --full"))
 
 
 @pytest.fixture(autouse=True)
-def named_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the marker `sm80`, `run` and `check` name these kernels."""
-    if request.node.get_closest_marker("sm80"):
-        monkeypatch.setattr(support, "default_arch", "sm80")
+def other_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the marker of that name, `run` and `check` prefer these kernels."""
+    if request.node.get_closest_marker("other_kernels"):
+        monkeypatch.setattr(support, "preferred_arch", support.gpu_archs()[1])

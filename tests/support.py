@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +20,7 @@ from bench import simulate
 from flash_cute import checks, ops, tolerance
 
 _GPU = pytest.mark.gpu
-_SM80 = (_GPU, pytest.mark.sm80)
+_OTHER = (_GPU, pytest.mark.other_kernels)
 DEVICES = ["cpu", pytest.param("cuda", marks=_GPU)]
 #: Every (device, dtype) that is served, and one of each device for tests in which the dtype hardly
 #: matters.
@@ -32,19 +33,20 @@ BACKENDS = [
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=_GPU),
 ]
 ONE_BACKEND_EACH = [BACKENDS[0], BACKENDS[5]]
-#: These, and the GPU's kernels that would not run there by default.
+#: These, and the kernels that a GPU which runs both sm80's and sm90's does not get by default.
 ALL_KERNELS = [
     *BACKENDS,
-    pytest.param("cuda", torch.float16, id="cuda-fp16-sm80", marks=_SM80),
-    pytest.param("cuda", torch.bfloat16, id="cuda-bf16-sm80", marks=_SM80),
+    pytest.param("cuda", torch.float16, id="cuda-fp16-other", marks=_OTHER),
+    pytest.param("cuda", torch.bfloat16, id="cuda-bf16-other", marks=_OTHER),
 ]
 ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, ALL_KERNELS[-1]]
 #: For tests of the GPU alone.
 GPU_KERNELS = pytest.mark.parametrize(
-    "kernels", ["default", pytest.param("sm80", marks=pytest.mark.sm80)]
+    "kernels", ["default", pytest.param("other", marks=pytest.mark.other_kernels)]
 )
-#: What `run` and `check` name as `arch` by default; a test with the marker `sm80` has "sm80".
-default_arch: str | None = None
+#: The kernels that `run` and `check` take where a test names none: with the marker
+#: `other_kernels`, those. None: the default ones.
+preferred_arch: str | None = None
 
 HEAD_DIMS = [1, 3, 8, 20, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256]
 #: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.
@@ -81,9 +83,10 @@ def gpu_has_sm90() -> bool:
     return is_built and torch.cuda.get_device_capability()[0] == 9
 
 
-def gpu_arch() -> str:
-    """The architecture whose kernels the current GPU gets by default."""
-    return "sm90" if gpu_has_sm90() and ops.build_info()["sm90_is_default"] else "sm80"
+def gpu_archs() -> tuple[str, str]:
+    """The architecture whose kernels the current GPU gets by default, and the other one."""
+    sm90_first = gpu_has_sm90() and ops.build_info()["sm90_is_default"]
+    return ("sm90", "sm80") if sm90_first else ("sm80", "sm90")
 
 
 def random_inputs(
@@ -113,6 +116,25 @@ def rising_inputs(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     level = torch.arange(k.shape[2], device=k.device) // 32 + 1
     k = -(1 + 0.05 * k.abs()) * 0.25 * level[:, None].to(k.dtype)
     return 1 + 0.05 * q.abs(), k, v
+
+
+#: What FlashAttention-3 reaches in fp16 on `inputs_with_outliers` (arXiv:2407.08608, table 3).
+FP16_RMS_ERROR = 1.9e-4
+
+
+def inputs_with_outliers(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """N(0, 1), and for one element in a thousand N(0, 100) on top."""
+    inputs, more = random_inputs(*sizes, **options), random_inputs(*sizes, **options, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    outliers = [torch.rand(x.shape, generator=generator) < 1e-3 for x in inputs]
+    q, k, v = (x + 10 * y * o.to(x) for x, y, o in zip(inputs, more, outliers, strict=True))
+    return q, k, v
+
+
+def rms_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
+    """Against the exact result of all keys, with the usual scale."""
+    exact = flash_cute.reference.attention(q, k, v)[0]
+    return (out.double() - exact).square().mean().sqrt().item()
 
 
 def poisoned(
@@ -149,6 +171,39 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def _with_steps(x: Tensor, **steps: int) -> Tensor:
+    """x's elements with other strides for some of b, h and n, over each other or expanded."""
+    strides = [steps.get(dim, stride) for dim, stride in zip("bhnd", x.stride(), strict=True)]
+    return x.as_strided(x.shape, strides)
+
+
+#: Calls that the sm90 kernels leave to those of sm80: name -> (what to make of q, k and v,
+#: softmax_scale, what the refusal says where `arch` names sm90).
+NOT_FOR_SM90: dict[str, tuple[Callable[..., tuple[Tensor, ...]], float | None, str]] = {
+    **{
+        f"{what} of {'qkv'[i]}": (
+            lambda *qkv, i=i, steps=steps: (*qkv[:i], _with_steps(qkv[i], **steps), *qkv[i + 1 :]),
+            None,
+            reason,
+        )
+        for i, (what, steps, reason) in itertools.product(
+            range(3),
+            [
+                ("expanded rows", {"n": 0}, "rows of q, k or v are expanded"),
+                ("rows over each other", {"n": 8}, "rows of q, k or v overlap"),
+                ("rows that overlap", {"n": 56}, "rows of q, k or v overlap"),
+                ("heads over each other", {"h": 8}, "rows of q, k or v overlap"),
+                ("sequences over each other", {"b": 8}, "rows of q, k or v overlap"),
+            ],
+        )
+    },
+    "no keys": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), None, "there are no keys"),
+    "scale 0": (lambda *qkv: qkv, 0.0, "softmax_scale is not above 0"),
+    "scale below 0": (lambda *qkv: qkv, -0.1, "softmax_scale is not above 0"),
+    "large scale": (lambda *qkv: qkv, 1e4, "softmax_scale is too large"),
+}
+
+
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
     """Fills what torch.empty and its like return with NaN, so that an output that is not written
@@ -177,8 +232,15 @@ def run(
     smem_limit: int = 0,
     **band: int,
 ) -> tuple[Tensor, Tensor]:
-    """`forward`, or the op where arguments are given that only the op has."""
-    arch = arch or default_arch
+    """`forward`, or the op where arguments are given that only the op has. Calls that the
+    preferred kernels cannot serve get the default ones."""
+    if arch is None and preferred_arch is not None:
+        options = {"arch": preferred_arch, "smem_limit": smem_limit, **band}
+        try:
+            return run(q, k, v, is_causal, softmax_scale, **options)
+        except RuntimeError as error:
+            if "its kernels cannot serve this call" not in str(error):
+                raise
     if not band and not smem_limit:
         return flash_cute.forward(q, k, v, is_causal, softmax_scale, arch=arch)
     if is_causal:

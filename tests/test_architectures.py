@@ -12,6 +12,7 @@ from support import (
     BANDS,
     HEAD_DIMS,
     LENGTHS,
+    NOT_FOR_SM90,
     check,
     nan_in_new_memory,
     poisoned,
@@ -90,30 +91,6 @@ def test_a_thousand_repeats_are_bitwise_equal(is_causal):
             for a, b in zip(run(q, k, v, is_causal, arch="sm90"), first, strict=True):
                 differences += (a != b).sum()
     assert differences.item() == 0
-
-
-def one_row(x):
-    """x's first row, expanded over all: stride 0."""
-    return x[:, :, :1].expand(x.shape)
-
-
-def overlapping_rows(x):
-    """Each begins 16 bytes after the one before."""
-    return x.as_strided(x.shape, (*x.stride()[:2], 8, 1))
-
-
-NOT_FOR_SM90 = {
-    "expanded q": (lambda q, k, v: (one_row(q), k, v), None, "expanded"),
-    "expanded k": (lambda q, k, v: (q, one_row(k), v), None, "expanded"),
-    "expanded v": (lambda q, k, v: (q, k, one_row(v)), None, "expanded"),
-    "overlapping q": (lambda q, k, v: (overlapping_rows(q), k, v), None, "overlap"),
-    "overlapping k": (lambda q, k, v: (q, overlapping_rows(k), v), None, "overlap"),
-    "overlapping v": (lambda q, k, v: (q, k, overlapping_rows(v)), None, "overlap"),
-    "no keys": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), None, "no keys"),
-    "scale 0": (lambda *qkv: qkv, 0.0, "softmax_scale is not above 0"),
-    "scale below 0": (lambda *qkv: qkv, -0.1, "softmax_scale is not above 0"),
-    "large scale": (lambda *qkv: qkv, 1e4, "softmax_scale is too large"),
-}
 
 
 @pytest.mark.parametrize("case", NOT_FOR_SM90)

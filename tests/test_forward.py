@@ -11,14 +11,17 @@ from support import (
     ALL_KERNELS,
     BANDS,
     DEVICES,
+    FP16_RMS_ERROR,
     HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
     ONE_KERNEL_EACH,
     check,
+    inputs_with_outliers,
     poisoned,
     random_inputs,
     rising_inputs,
+    rms_error,
     run,
 )
 
@@ -230,6 +233,13 @@ def test_outliers(device, dtype, is_causal):
     outliers = [torch.rand(2, 2, 300, 128, generator=generator) < 1e-3 for _ in range(3)]
     inputs = random_inputs(2, 2, 300, 128, dtype=dtype, device=device)
     check(*(x * (1 + 99 * o.to(device)) for x, o in zip(inputs, outliers, strict=True)), is_causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("device, dtype", [p for p in ALL_KERNELS if torch.float16 in p.values])
+def test_rms_error_with_outliers(device, dtype, head_dim):
+    inputs = inputs_with_outliers(1, 4, 1024, head_dim, dtype=dtype, device=device)
+    assert rms_error(run(*inputs)[0], *inputs) <= FP16_RMS_ERROR
 
 
 @BOTH_MASKS

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import support
 import torch
-from support import GPU_KERNELS, HEAD_DIMS, check, gpu_arch, poisoned, random_inputs, run
+from support import GPU_KERNELS, HEAD_DIMS, check, gpu_archs, poisoned, random_inputs, run
 
 import flash_cute
 from flash_cute import ops, tolerance
@@ -51,7 +52,7 @@ def launched(function) -> list[str]:
 def test_one_kernel_and_nothing_else(kernels, head_dim, is_causal):
     q, k, v = gpu_inputs(2, 4, 129, head_dim, heads_kv=2)
     (name,) = launched(lambda: run(q, k, v, is_causal))
-    assert (gpu_arch() if kernels == "default" else kernels) in name
+    assert gpu_archs()[kernels == "other"] in name
 
 
 @GPU_KERNELS
@@ -151,15 +152,17 @@ def test_cuda_graph(kernels, head_dim):
         assert all(map(torch.equal, captured, run(q, k, v, True)))
 
 
-def test_the_first_call_of_a_process_can_be_captured(tmp_path):
-    program = """
+@GPU_KERNELS
+def test_the_first_call_of_a_process_can_be_captured(kernels, tmp_path):
+    program = f"""
 import torch, flash_cute
 q, k, v = torch.randn(3, 1, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
-    captured = flash_cute.forward(q, k, v, True)
+    captured = flash_cute.forward(q, k, v, True, arch={support.preferred_arch!r})
 graph.replay()
-assert all(map(torch.equal, captured, flash_cute.forward(q, k, v, True)))
+expected = flash_cute.forward(q, k, v, True, arch={support.preferred_arch!r})
+assert all(map(torch.equal, captured, expected))
 """
     path = os.pathsep.join([str(Path(flash_cute.__file__).parent.parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path}

@@ -168,11 +168,13 @@ def test_no_spills(opcodes: dict[str, Counter[str]], resources: dict[str, dict[s
 
 
 def test_registers_within_the_budget(
-    rows: list[dict[str, Any]], resources: dict[str, dict[str, int]]
+    arch: str, rows: list[dict[str, Any]], resources: dict[str, dict[str, int]]
 ) -> None:
     for kernel, usage in resources.items():
         budgets = [row["max_registers"] for row in rows if config_of_row(row) == config_of(kernel)]
         assert usage["REG"] <= min(budgets), (kernel, usage)
+        # What warpgroups ask for adds up to all: launched with less, they would wait for ever.
+        assert ARCHS[arch] == "sm80" or usage["REG"] == min(budgets), (kernel, usage)
 
 
 def test_softmax_stands_under_a_product() -> None:

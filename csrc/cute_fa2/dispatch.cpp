@@ -8,6 +8,7 @@
 #include "config.h"
 #include "device.h"
 #include "generated/variants.inc"
+#include "sm90/tensor_map.h"
 #include "static_switch.h"
 
 namespace flash_cute {
@@ -15,7 +16,10 @@ namespace {
 
 // Whether Hopper takes the kernels of sm90/ where a call names none. They run on the CPU alone so
 // far (tests/emulator, tests/ptx): no GPU has run them.
-constexpr bool kSm90IsDefault = false;
+#ifndef FLASH_CUTE_SM90_IS_DEFAULT
+#define FLASH_CUTE_SM90_IS_DEFAULT false
+#endif
+constexpr bool kSm90IsDefault = FLASH_CUTE_SM90_IS_DEFAULT;
 
 void append(std::string& items, const std::string& item) {
   items += items.empty() ? item : ", " + item;
@@ -33,12 +37,17 @@ bool is_built(int head_dim) { return built_for(head_dim) == head_dim; }
 
 // Why a tensor map cannot describe `view`, a (batch, heads, rows, head_dim) tensor, or nullptr.
 // That its strides are multiples of 16 bytes is known.
-const char* why_no_tensor_map(const TensorView<const void*>& view, int heads, int rows,
+const char* why_no_tensor_map(const TensorView<const void*>& view, int batch, int heads, int rows,
                               int head_dim) {
   constexpr int64_t kMaxStride = (int64_t{1} << 40) / 2;  // elements
-  // Of such rows the driver's documentation does not say whether it takes them.
-  if (view.stride_row < head_dim && rows > 1) {
-    return "the rows of q, k or v overlap or are expanded";
+  if (view.stride_row == 0 && rows > 1) return "the rows of q, k or v are expanded";
+  // Of these the driver's documentation does not say whether it takes them.
+  auto overlap = [&](int64_t stride, int size) {
+    return 0 < stride && stride < head_dim && size > 1;
+  };
+  if (overlap(view.stride_row, rows) || overlap(view.stride_head, heads) ||
+      overlap(view.stride_batch, batch)) {
+    return "rows of q, k or v overlap";
   }
   // Heads are two dimensions of a map, those of a group and the groups.
   if (std::max({view.stride_row, view.stride_head * heads, view.stride_batch}) >= kMaxStride) {
@@ -52,10 +61,13 @@ const char* why_sm90_cannot_read(const FwdParams& params) {
   if (params.len_k == 0) return "there are no keys";
   if (params.q_factor != 1.f) return "softmax_scale is not above 0";
   if (params.subtract_max_first) return "softmax_scale is too large";
-  const int heads_kv = params.heads_q / params.heads_per_kv_head, head_dim = params.head_dim;
-  const char* reason = why_no_tensor_map(params.q, params.heads_q, params.len_q, head_dim);
-  if (!reason) reason = why_no_tensor_map(params.k, heads_kv, params.len_k, head_dim);
-  if (!reason) reason = why_no_tensor_map(params.v, heads_kv, params.len_k, head_dim);
+  const int heads_kv = params.heads_q / params.heads_per_kv_head;
+  auto why_not = [&](const TensorView<const void*>& view, int heads, int rows) {
+    return why_no_tensor_map(view, params.batch, heads, rows, params.head_dim);
+  };
+  const char* reason = why_not(params.q, params.heads_q, params.len_q);
+  if (!reason) reason = why_not(params.k, heads_kv, params.len_k);
+  if (!reason) reason = why_not(params.v, heads_kv, params.len_k);
   return reason;
 }
 
@@ -171,7 +183,11 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t sme
   }
   if (arch == 90 || (arch == 0 && kSm90IsDefault)) {
     const char* why_not = why_not_sm90(params, mask, smem_limit, device);
-    if (why_not == nullptr) return launch_sm90(params, dtype, mask, device, stream);
+    try {
+      if (why_not == nullptr) return launch_sm90(params, dtype, mask, device, stream);
+    } catch (const sm90::TensorMapRefused& refused) {
+      why_not = refused.what();
+    }
     if (arch == 90) {
       throw std::runtime_error("flash_cute: arch is 90, but its kernels cannot serve this call: " +
                                std::string(why_not));

@@ -42,11 +42,11 @@ ABSENT = """\
 namespace flash_cute {{
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm80(const FwdParams&, int, int, cudaStream_t) {{
-  throw std::runtime_error("this kernel was left out of the build");
+  throw std::runtime_error("this kernel of sm80 was left out of the build");
 }}
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm90(const FwdParams&, int, int, cudaStream_t) {{
-  throw std::runtime_error("this kernel was left out of the build");
+  throw std::runtime_error("this kernel of sm90 was left out of the build");
 }}
 {instantiations}
 }}  // namespace flash_cute
@@ -182,7 +182,9 @@ def write_ninja(libraries: Iterable[Library]) -> str:
             objects.append(compile_to(library.folder, file, "kernel", flags, library.sources))
         for file in others:
             includes = SOURCES, f"{library.dispatch}/variants"
-            objects.append(compile_to(library.dispatch, file, "cxx", "-O2 -g1", *includes))
+            # So that calls which name no architecture show how one is picked.
+            flags = "-O2 -g1 -DFLASH_CUTE_SM90_IS_DEFAULT=true"
+            objects.append(compile_to(library.dispatch, file, "cxx", flags, *includes))
         linked.append(f"build {library.path}: link {' '.join(objects)}\n")
     return "".join([text, *compiled.values(), *linked])
 

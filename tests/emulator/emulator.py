@@ -60,7 +60,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _Forward(ctypes.Structure):
-    """As in launch.cpp."""
+    """As in forward.cpp."""
 
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "out")),
@@ -73,7 +73,9 @@ class _Forward(ctypes.Structure):
         ("diagonal_offset", ctypes.c_int64),
         ("smem_limit", ctypes.c_int64),
         ("arch", ctypes.c_int64),
-        ("multiprocessors", ctypes.c_int64),
+        ("capability_major", ctypes.c_int32),
+        ("multiprocessors", ctypes.c_int32),
+        ("refuses_tensor_maps", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
     ]
 
@@ -114,12 +116,14 @@ class Emulator:
         window_right: int = -1,
         diagonal_offset: int = 0,
         smem_limit: int = 0,
-        multiprocessors: int = 0,
+        multiprocessors: int = 132,
+        capability_major: int = 9,
+        refuses_tensor_maps: bool = False,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor, Counters]:
         """Output, LSE, and what was counted. The tile is that of a device with `smem_limit` bytes
-        of shared memory; threads take turns in an order that `seed` decides. A device of fewer than
-        64 `multiprocessors` has that many thread blocks of the SM90 kernels.
+        of shared memory; the device has as many thread blocks of the SM90 kernels as
+        `multiprocessors`; threads take turns in an order that `seed` decides.
         """
         rows = [_readable_rows(x) for x in (q, k, v)]
         out = torch.full_like(rows[0], math.nan)
@@ -137,7 +141,9 @@ class Emulator:
             diagonal_offset,
             smem_limit,
             self.arch,
+            capability_major,
             multiprocessors,
+            refuses_tensor_maps,
             seed,
         )
         counters = self._call(self._library.emulate_forward, ctypes.byref(call))

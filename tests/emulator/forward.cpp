@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "device.h"
 #include "dispatch.h"
 #include "launch.h"
 #include "sm90/schedule.h"
@@ -15,11 +16,37 @@ using emulator::GlobalMemory;
 
 extern "C" {
 
-// What the launch code asks of CUDA. Device n is an H100 of n multiprocessors, device 0 a whole
-// one.
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor         ? 9
-           : attribute == cudaDevAttrMultiProcessorCount          ? (device == 0 ? 132 : device)
+// A (batch, heads, rows, columns) tensor; strides in elements, columns contiguous.
+struct CTensor {
+  void* data;
+  int64_t sizes[4];
+  int64_t strides[3];
+};
+
+struct CForward {
+  CTensor q, k, v, out;
+  float* lse;  // (batch, heads, rows), contiguous
+  int32_t is_half;
+  int32_t workers;
+  double softmax_scale;
+  int64_t window_left, window_right, diagonal_offset;
+  int64_t smem_limit;
+  int64_t arch;
+  int32_t capability_major;  // of the device
+  int32_t multiprocessors;
+  int32_t refuses_tensor_maps;
+  uint64_t seed;
+};
+
+// The call that goes on.
+static const CForward* current_call = nullptr;
+// So that nothing of it is remembered for another call, which may have another.
+constexpr int kDevice = kMaxDevices;
+
+// What the launch code asks of CUDA.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor         ? current_call->capability_major
+           : attribute == cudaDevAttrMultiProcessorCount          ? current_call->multiprocessors
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
                                                                   : 0;
   return cudaSuccess;
@@ -44,26 +71,6 @@ cudaError_t cudaDriverGetVersion(int* version) {
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "none"; }
-
-// A (batch, heads, rows, columns) tensor; strides in elements, columns contiguous.
-struct CTensor {
-  void* data;
-  int64_t sizes[4];
-  int64_t strides[3];
-};
-
-struct CForward {
-  CTensor q, k, v, out;
-  float* lse;  // (batch, heads, rows), contiguous
-  int32_t is_half;
-  int32_t workers;
-  double softmax_scale;
-  int64_t window_left, window_right, diagonal_offset;
-  int64_t smem_limit;
-  int64_t arch;
-  int64_t multiprocessors;
-  uint64_t seed;
-};
 
 // JSON: what was built, and the tile table.
 __attribute__((visibility("default"))) const char* describe_build() {
@@ -143,8 +150,10 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
                       rows * 4});
   auto launch = [&] {
     launch_fwd(params, call->is_half ? DType::kHalf : DType::kBFloat16, mask, call->smem_limit,
-               call->arch, static_cast<int>(call->multiprocessors), nullptr);
+               call->arch, kDevice, nullptr);
   };
+  current_call = call;
+  emulator::refuses_tensor_maps = call->refuses_tensor_maps;
   return emulator::run_session(session, launch, counters, error, error_bytes);
 }
 }

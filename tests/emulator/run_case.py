@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float)
     parser.add_argument("--seed", type=int, default=0, help="decides the order of threads")
     parser.add_argument("--smem-limit", type=int, default=0, help="chooses sm80's row of the table")
-    parser.add_argument("--multiprocessors", type=int, default=0, help="few: blocks of many tiles")
+    parser.add_argument("--multiprocessors", type=int, default=132, help="few: many tiles a block")
     parser.add_argument("--optimised", action="store_true", help="as the tests compile it")
     args = parser.parse_args()
 

@@ -97,7 +97,9 @@ CUresult encode(CUtensorMap* result, CUtensorMapDataType type, cuuint32_t rank, 
                 const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   TensorMap map = {.mark = TensorMap::kMark, .data = static_cast<const unsigned char*>(data)};
-  bool good = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  bool good = !refuses_tensor_maps;
+  good =
+      good && (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
   good = good && rank == TensorMap::kRank && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
          fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
   good = good && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
@@ -107,6 +109,8 @@ CUresult encode(CUtensorMap* result, CUtensorMapDataType type, cuuint32_t rank, 
     good = good && sizes[i] >= 1 && sizes[i] < uint64_t{1} << 32 && box[i] >= 1 && box[i] <= 256 &&
            element_strides[i] == 1;
     good = good && (i == 0 || (stride % 16 == 0 && stride < uint64_t{1} << 40));
+    // The documentation computes strides from the sizes: nothing overlaps.
+    good = good && (i == 0 || stride >= sizes[0] * TensorMap::kElementBytes);
     map.strides[i] = static_cast<int64_t>(stride);
     map.sizes[i] = static_cast<uint32_t>(sizes[i]);
     map.box[i] = static_cast<int16_t>(box[i]);
@@ -123,6 +127,8 @@ CUresult encode(CUtensorMap* result, CUtensorMapDataType type, cuuint32_t rank, 
 }
 
 }  // namespace
+
+bool refuses_tensor_maps = false;
 
 void* encode_tensor_map() { return reinterpret_cast<void*>(&encode); }
 

@@ -31,8 +31,9 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= 128);
 
-// What the driver has under the name of cuTensorMapEncodeTiled.
+// What the driver has under the name of cuTensorMapEncodeTiled, and whether it refuses every map.
 void* encode_tensor_map();
+extern bool refuses_tensor_maps;
 
 class TensorCopies {
  public:

@@ -8,7 +8,18 @@ import math
 import pytest
 import torch
 from cases import check
-from support import BANDS, HEAD_DIMS, LAYOUTS, LENGTHS, poisoned, random_inputs, rising_inputs
+from support import (
+    BANDS,
+    FP16_RMS_ERROR,
+    HEAD_DIMS,
+    LAYOUTS,
+    LENGTHS,
+    inputs_with_outliers,
+    poisoned,
+    random_inputs,
+    rising_inputs,
+    rms_error,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
@@ -175,6 +186,13 @@ def test_expanded_heads_that_share_tiles(emulator, is_causal):
     q, k, v = random_inputs(2, 3, 5, 64, heads_kv=1, len_k=150, dtype=BF16)
     check(emulator, q[:, :1].expand_as(q), k, v, is_causal)
     check(emulator, q[:, :, :1].expand_as(q), k, v, is_causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rms_error_with_outliers(emulator, head_dim):
+    inputs = inputs_with_outliers(1, 1, 512, head_dim, dtype=FP16)
+    out, _, _ = emulator.forward(*map(poisoned, inputs), 1 / math.sqrt(head_dim))
+    assert rms_error(out, *inputs) <= FP16_RMS_ERROR
 
 
 @BOTH_MASKS

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -38,10 +39,17 @@ inline void bind_context(int device) {
   }
 }
 
+// The driver does not take what its documentation seems to allow. Nothing has been launched yet.
+struct TensorMapRefused : std::exception {
+  const char* what() const noexcept override { return "the driver refused a tensor map"; }
+};
+
 // Boxes of `box_rows` rows and a strip of the columns of a (batch, heads, rows, head_dim) tensor of
 // 2-byte elements, permuted in shared memory as wgmma reads them. The map's dimensions are
 // (head_dim, heads of a group, rows, groups, batch), and a box has `box_group` heads; without
-// groups (1), the heads are the fourth. An expanded dimension counts once.
+// groups (1), the heads are the fourth. An expanded dimension counts once. Of a dimension that has
+// one step the stride means nothing: it is that of the one before, because the driver's
+// documentation wants strides that are multiples of those before, as they are for dense tensors.
 inline CUtensorMap make_tensor_map(const TensorView<const void*>& view, DType dtype, int batch,
                                    int heads, int group, int rows, int head_dim, int box_group,
                                    int box_rows, int strip) {
@@ -55,12 +63,13 @@ inline CUtensorMap make_tensor_map(const TensorView<const void*>& view, DType dt
                                    {view.stride_row, rows, box_rows},
                                    {view.stride_head * group, heads / group, 1},
                                    {view.stride_batch, batch, 1}};
-  cuuint64_t sizes[5], strides[5];
+  cuuint64_t sizes[5], strides[5];  // strides in bytes
   cuuint32_t box[5];
   for (int i = 0; i < 5; ++i) {
     const auto [stride, size, box_size] = dimensions[i];
-    sizes[i] = stride == 0 ? 1 : size;
-    strides[i] = 2 * (stride == 0 ? head_dim : stride);  // bytes; of a single step, a row's
+    const bool one_step = stride == 0 || size == 1;
+    sizes[i] = one_step ? 1 : size;
+    strides[i] = !one_step ? 2 * stride : i <= 1 ? 2 * head_dim : strides[i - 1];
     box[i] = box_size;
   }
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
@@ -74,8 +83,9 @@ inline CUtensorMap make_tensor_map(const TensorView<const void*>& view, DType dt
       CU_TENSOR_MAP_INTERLEAVE_NONE,
       strip == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_ERROR_INVALID_VALUE) throw TensorMapRefused();
   if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("flash_cute: the driver refused a tensor map (CUDA driver error " +
+    throw std::runtime_error("flash_cute: the driver makes no tensor map (CUDA driver error " +
                              std::to_string(static_cast<int>(result)) + ")");
   }
   return map;

@@ -1,0 +1,66 @@
+"""Which kernels a call gets, on emulated devices. In the library of the SM90 kernels, those of sm80
+are left out: a call that is given to them says so. There, Hopper gets sm90 by default."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulator import EmulationError, Emulator
+from support import NOT_FOR_SM90, random_inputs
+
+TO_SM80 = "kernel of sm80 was left out"
+SCALE = 0.125
+
+
+@pytest.fixture(scope="session")
+def default(hopper) -> Emulator:
+    """Calls that name no architecture."""
+    return Emulator(hopper[torch.bfloat16].path, arch=0)
+
+
+@pytest.fixture(scope="session")
+def sm90(hopper) -> Emulator:
+    return hopper[torch.bfloat16]
+
+
+def inputs(len_k: int = 100):
+    return random_inputs(2, 4, 70, 64, heads_kv=4, len_k=len_k, dtype=torch.bfloat16)
+
+
+def test_hopper_gets_sm90(default, sm90):
+    out, lse, counters = default.forward(*inputs(), SCALE)
+    named_out, named_lse, _ = sm90.forward(*inputs(), SCALE)
+    assert torch.equal(out, named_out) and torch.equal(lse, named_lse)
+    assert counters.box_bytes > 0  # which the copy engine alone counts
+
+
+@pytest.mark.parametrize("capability_major", [8, 10, 11, 12])
+def test_every_other_device_gets_sm80(default, sm90, capability_major):
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(*inputs(), SCALE, capability_major=capability_major)
+    with pytest.raises(EmulationError, match=r"arch is 90, but .*capability is not 9\.x"):
+        sm90.forward(*inputs(), SCALE, capability_major=capability_major)
+
+
+@pytest.mark.parametrize("case", NOT_FOR_SM90)
+def test_what_sm90_cannot_read_goes_to_sm80(default, sm90, case):
+    change, scale, reason = NOT_FOR_SM90[case]
+    scale = SCALE if scale is None else scale
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(*change(*inputs()), scale)
+    with pytest.raises(EmulationError, match=f"arch is 90, but .*{reason}"):
+        sm90.forward(*change(*inputs()), scale)
+
+
+def test_what_the_driver_refuses_goes_to_sm80(default, sm90):
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(*inputs(), SCALE, refuses_tensor_maps=True)
+    with pytest.raises(EmulationError, match=r"arch is 90, but .*driver refused a tensor map"):
+        sm90.forward(*inputs(), SCALE, refuses_tensor_maps=True)
+
+
+def test_tiles_of_sm80_are_chosen_by_shared_memory_alone(default, sm90):
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(*inputs(), SCALE, smem_limit=101376)
+    with pytest.raises(EmulationError, match=r"arch is 90, but .*smem_limit"):
+        sm90.forward(*inputs(), SCALE, smem_limit=101376)
