@@ -82,10 +82,24 @@ def are_dense_tensors(q: Any, k: Any, v: Any) -> bool:
 
 
 def _is_valid_scale(scale: Any) -> bool:
+    if isinstance(scale, bool):
+        return False
+    if not isinstance(scale, (float, int)):
+        if _is_traced(scale):
+            return True  # the op asks whether it is finite
+        if not isinstance(scale, numbers.Real):  # NumPy's scalars are, but asking takes long
+            return False
+        try:
+            scale = float(scale)  # NumPy would compare in the scalar's own dtype
+        except OverflowError:
+            return False
+    return -MAX_SCALE <= scale <= MAX_SCALE
+
+
+def _is_traced(scale: Any) -> bool:
+    """Whether it is what torch.compile makes of NumPy's scalars: an array."""
     return (
-        isinstance(scale, (float, int, numbers.Real))  # Real, the slow one, for numpy's scalars
-        and not isinstance(scale, bool)
-        and -MAX_SCALE <= scale <= MAX_SCALE  # type: ignore[operator]
+        torch.compiler.is_compiling() and hasattr(scale, "dtype") and not isinstance(scale, Tensor)
     )
 
 
@@ -214,7 +228,13 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
         allowed = "a float, an int, or None for 1/sqrt(D)"
         raise TypeError(f"softmax_scale is {_shown(softmax_scale)}: it must be {allowed}")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if (x.requires_grad and torch.is_grad_enabled()) or _has_tangent(x):
+        if _has_tangent(x):
+            raise NotImplementedError(
+                f"{name} carries a forward-mode tangent and flash_cute.forward has no derivative "
+                f"yet: call it on primals alone (torch.autograd.forward_ad.unpack_dual), or use "
+                f"{SDPA}"
+            )
+        if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{name} takes part in a gradient and flash_cute.forward has no backward yet: call "
                 f"it under torch.no_grad() or on detached tensors, or use {SDPA}"
@@ -231,4 +251,5 @@ def _shown(x: Any) -> str:
     text = repr(x)
     kind = type(x)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    return f"a {name}" + (f" ({text})" if len(text) <= 40 else "")
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"{article} {name}" + (f" ({text})" if len(text) <= 40 else "")

@@ -103,6 +103,23 @@ def test_autocast_inside_and_outside(device):
         assert_same(outside(q, k, v), expected)
 
 
+def test_scales_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = random_inputs(1, 2, 33, 16)
+    scale = 1 / numpy.sqrt(16)
+
+    def given(q, k, v):
+        return flash_cute.forward(q, k, v, False, scale)
+
+    def computed(q, k, v):
+        return flash_cute.forward(q, k, v, False, 1 / numpy.sqrt(q.shape[-1]))
+
+    for function in (given, computed):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert_same(compiled(q, k, v), flash_cute.forward(q, k, v))
+
+
 def test_refusals_are_raised_by_compiled_code_too():
     q, k, v = random_inputs(1, 2, 33, 16)
     compiled = torch.compile(lambda q, k, v: flash_cute.forward(q, k, v), backend="aot_eager")

@@ -28,6 +28,7 @@ int compute_capability_major_of(int device) {
   return attribute_of<cudaDevAttrComputeCapabilityMajor>(device);
 }
 int multiprocessors_of(int device) { return attribute_of<cudaDevAttrMultiProcessorCount>(device); }
+int l2_bytes_of(int device) { return attribute_of<cudaDevAttrL2CacheSize>(device); }
 int smem_limit_of(int device) {
   return attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
 }

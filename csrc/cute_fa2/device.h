@@ -15,10 +15,11 @@ void check_cuda(cudaError_t status);
 void check_grid(int64_t blocks);
 void check_driver();
 
-// What `device` has: the major number of its compute capability, multiprocessors, and the bytes of
-// shared memory that it lends to a block at most.
+// What `device` has: the major number of its compute capability, multiprocessors, bytes of L2, and
+// the bytes of shared memory that it lends to a block at most.
 int compute_capability_major_of(int device);
 int multiprocessors_of(int device);
+int l2_bytes_of(int device);
 int smem_limit_of(int device);
 
 // A flag for each device. Setting one twice does no harm, so nothing is locked.

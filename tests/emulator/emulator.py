@@ -155,7 +155,7 @@ class Emulator:
         mine = [tile for tile in tiles if tile["arch"] == f"sm{self.arch}"]
         return next(tile for tile in mine if tile["head_dim"] >= head_dim)
 
-    def deal_sm90(
+    def deal(
         self,
         batch: int,
         heads: int,
@@ -168,17 +168,20 @@ class Emulator:
         *,
         window_left: int = -1,
         window_right: int = -1,
+        l2_bytes: int = 50 << 20,
     ) -> Tensor:
-        """The tiles of the SM90 kernels' thread blocks: rows of (block, m_block, head, batch)."""
+        """The thread blocks' tiles: rows of (block, m_block, head, batch)."""
         tiles = math.ceil(len_q / block_m) * heads * batch
         dealt = torch.full((2 * tiles, 4), -1, dtype=torch.int32)  # room to be wrong
         shape = batch, heads, heads_kv, len_q, len_k, head_dim
-        count = self._library.deal_sm90(
+        count = self._library.deal(
+            self.arch,
             *shape,
             window_left,
             window_right,
             block_m,
             multiprocessors,
+            l2_bytes,
             ctypes.c_void_p(dealt.data_ptr()),
         )
         assert count == tiles

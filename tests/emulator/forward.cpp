@@ -8,6 +8,7 @@
 #include "device.h"
 #include "dispatch.h"
 #include "launch.h"
+#include "sm80/schedule.h"
 #include "sm90/schedule.h"
 #include "tensor_copy.h"
 
@@ -43,11 +44,12 @@ static const CForward* current_call = nullptr;
 // So that nothing of it is remembered for another call, which may have another.
 constexpr int kDevice = kMaxDevices;
 
-// What the launch code asks of CUDA.
+// What the launch code asks of CUDA. L2 is so small that a few short heads make several sections.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrComputeCapabilityMajor         ? current_call->capability_major
            : attribute == cudaDevAttrMultiProcessorCount          ? current_call->multiprocessors
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
+           : attribute == cudaDevAttrL2CacheSize                  ? 128 << 10
                                                                   : 0;
   return cudaSuccess;
 }
@@ -78,14 +80,13 @@ __attribute__((visibility("default"))) const char* describe_build() {
   return description.c_str();
 }
 
-// Which thread blocks of the SM90 kernels get which tiles, of `block_m` rows. For each of
-// `multiprocessors` blocks its tiles go to `tiles`, one after the other, as (block, m_block, head,
-// batch); returns how many there are.
-__attribute__((visibility("default"))) int64_t deal_sm90(int batch, int heads, int heads_kv,
-                                                         int len_q, int len_k, int head_dim,
-                                                         int window_left, int window_right,
-                                                         int block_m, int multiprocessors,
-                                                         int32_t* tiles) {
+// Which thread blocks get which tiles, of `block_m` rows: for each block in turn, its tiles go to
+// `tiles`, one after the other, as (block, m_block, head, batch); returns how many there are.
+__attribute__((visibility("default"))) int64_t deal(int arch, int batch, int heads, int heads_kv,
+                                                    int len_q, int len_k, int head_dim,
+                                                    int window_left, int window_right, int block_m,
+                                                    int multiprocessors, int l2_bytes,
+                                                    int32_t* tiles) {
   FwdParams params{};
   params.batch = batch;
   params.heads_q = heads;
@@ -94,14 +95,21 @@ __attribute__((visibility("default"))) int64_t deal_sm90(int batch, int heads, i
   params.len_k = len_k;
   params.head_dim = head_dim;
   const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
-  const auto schedule = sm90::Schedule::make(params, QueryRows::make(params, block_m), mask,
-                                             block_m, multiprocessors);
+  const QueryRows query_rows = QueryRows::make(params, block_m);
   int64_t count = 0;
-  for (int block = 0; block < schedule.blocks(); ++block) {
-    sm90::Schedule::Tiles of_block(block);
-    for (int i; schedule.has(i = of_block.next(schedule)); ++count) {
-      const TileCoord tile = schedule.tile(i);
-      for (int number : {block, tile.m_block, tile.head, tile.batch}) *tiles++ = number;
+  auto add = [&](int block, TileCoord tile) {
+    for (int number : {block, tile.m_block, tile.head, tile.batch}) *tiles++ = number;
+    ++count;
+  };
+  if (arch == 80) {
+    const auto schedule = sm80::Schedule::make(params, query_rows, mask, block_m, l2_bytes);
+    for (int block = 0; block < schedule.blocks(); ++block) add(block, schedule.tile(block));
+  } else {
+    const auto schedule =
+        sm90::Schedule::make(params, query_rows, mask, block_m, multiprocessors, l2_bytes);
+    for (int block = 0; block < schedule.blocks(); ++block) {
+      sm90::Schedule::Tiles of_block(block);
+      for (int i; schedule.has(i = of_block.next(schedule));) add(block, schedule.tile(i));
     }
   }
   return count;

@@ -43,6 +43,7 @@ class QueryRows {
   CUTE_HOST_DEVICE int heads() const { return heads_; }
   CUTE_HOST_DEVICE int heads_per_kv_head() const { return heads_per_kv_head_.divisor; }
   CUTE_HOST_DEVICE int count(int len_q) const { return len_q << log2_; }
+  int m_blocks(int len_q, int block_m) const { return (count(len_q) - 1) / block_m + 1; }
 
   CUTE_HOST_DEVICE int group() const { return group_; }              // heads that are packed
   CUTE_HOST_DEVICE int rows_of_query() const { return 1 << log2_; }  // at least as many

@@ -26,7 +26,7 @@ struct FwdKernel {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const QueryRows& query_rows = arguments.query_rows;
-    const TileCoord tile = arguments.schedule.tile(platform::block_index());
+    const TileCoord tile = tile_of(arguments, platform::block_index());
     const Sequence sequence(params);
     const Mask<kMask> mask(params, sequence, query_rows);
 
@@ -43,8 +43,15 @@ struct FwdKernel {
     softmax.normalize(out, row_holders<Traits>(smem, platform::thread_index()));
     // Where the tile is, worked out again: it would hold registers all along.
     const TileCoord done =
-        arguments.schedule.tile(platform::computed_here(platform::block_index(), sequence.len_q));
+        tile_of(arguments, platform::computed_here(platform::block_index(), sequence.len_q));
     Epilogue::run(arguments, done, sequence.len_q, smem, tOrO, softmax);
+  }
+
+ private:
+  static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int block) {
+    const TileCoord tile = arguments.schedule.tile(block);
+    return {platform::same_in_warp(tile.m_block), platform::same_in_warp(tile.head),
+            platform::same_in_warp(tile.batch)};
   }
 };
 

@@ -14,11 +14,13 @@ namespace flash_cute {
 namespace sm80 {
 
 template <class Kernel>
-void launch(const FwdParams& params, int device, cudaStream_t stream) {
+void launch(const FwdParams& params, MaskKind mask, int device, cudaStream_t stream) {
   constexpr int kBlockM = Kernel::Traits::kBlockM;
   const QueryRows query_rows = QueryRows::make(params, kBlockM);
-  const Arguments arguments = {params, query_rows, Schedule::make(params, query_rows, kBlockM)};
-  check_grid(arguments.schedule.blocks());
+  check_grid(int64_t{query_rows.m_blocks(params.len_q, kBlockM)} * query_rows.heads() *
+             params.batch);
+  const Arguments arguments = {
+      params, query_rows, Schedule::make(params, query_rows, mask, kBlockM, l2_bytes_of(device))};
   run_grid<Kernel>(arguments, arguments.schedule.blocks(), device, stream);
 }
 
@@ -29,7 +31,7 @@ void launch_fwd_sm80(const FwdParams& params, int config_index, int device, cuda
   index_switch<std::size(kFwdSm80)>(config_index, [&](auto index) {
     constexpr FwdConfig kConfig = kFwdSm80[index()].config;
     if constexpr (kConfig.head_dim == kHeadDim) {
-      sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(params, device,
+      sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(params, kMask, device,
                                                                              stream);
     }
   });

@@ -1,46 +1,33 @@
 // Which tile a thread block works on.
 #pragma once
 
-#include <cutlass/fast_math.h>
-
-#include <cstdint>
 #include <cute/config.hpp>
 
-#include "common/platform.h"
 #include "common/tile.h"
+#include "common/tile_order.h"
 #include "params.h"
 
 namespace flash_cute::sm80 {
 
-// One block per tile on a one-dimensional grid (y and z end at 65,535). Consecutive blocks walk
-// over the rows of one head, so that its K and V stay in L2, and from the last rows to the
-// first: under a causal mask the longest tiles start first and the short ones fill the gaps at the
-// end.
+// One block for each tile, on a one-dimensional grid (y and z end at 65,535). Blocks start in the
+// order of their numbers, each as soon as there is room for it.
 class Schedule {
  public:
-  static Schedule make(const FwdParams& params, const QueryRows& query_rows, int block_m) {
-    const int m_blocks = (query_rows.count(params.len_q) + block_m - 1) / block_m;
-    Schedule s;
-    s.blocks_ = int64_t{m_blocks} * query_rows.heads() * params.batch;
-    s.m_blocks_ = cutlass::FastDivmod(m_blocks);
-    s.heads_ = cutlass::FastDivmod(query_rows.heads());
-    return s;
+  static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
+                       int block_m, int l2_bytes) {
+    // Equal tiles need no order but that of memory.
+    const int section = mask == MaskKind::kFull ? 1 : TileOrder::kv_heads_in_l2(params, l2_bytes);
+    Schedule schedule;
+    schedule.order_ = TileOrder::make(params, query_rows, mask, block_m, block_m, section);
+    return schedule;
   }
 
-  int64_t blocks() const { return blocks_; }
+  int blocks() const { return order_.tiles(); }
 
-  CUTE_DEVICE TileCoord tile(int block_index) const {
-    int head_and_batch, m, batch, head;
-    m_blocks_(head_and_batch, m, block_index);
-    heads_(batch, head, head_and_batch);
-    return {platform::same_in_warp(m_blocks_.divisor - 1 - m), platform::same_in_warp(head),
-            platform::same_in_warp(batch)};
-  }
+  CUTE_DEVICE TileCoord tile(int block_index) const { return order_.tile(block_index); }
 
  private:
-  int64_t blocks_;
-  cutlass::FastDivmod m_blocks_;
-  cutlass::FastDivmod heads_;
+  TileOrder order_;
 };
 
 }  // namespace flash_cute::sm80

@@ -17,12 +17,11 @@ namespace sm90 {
 template <class Kernel>
 void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cudaStream_t stream) {
   using Traits = typename Kernel::Traits;
-  // Not more than if each head had its own.
-  check_grid(static_cast<int64_t>((params.len_q + Traits::kBlockM - 1) / Traits::kBlockM) *
-             params.heads_q * params.batch);
   // A consumer's rows are one box, in which an expanded dimension cannot be.
   const QueryRows query_rows = QueryRows::make(
       params, Traits::kBlockM, params.q.stride_head != 0 ? Traits::kConsumerRows : 1);
+  check_grid(int64_t{query_rows.m_blocks(params.len_q, Traits::kBlockM)} * query_rows.heads() *
+             params.batch);
   bind_context(device);
   const int heads_kv = params.heads_q / params.heads_per_kv_head;
   auto map_keys = [&](const TensorView<const void*>& view) {
@@ -37,7 +36,8 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
       map_keys(params.v),
       params,
       query_rows,
-      Schedule::make(params, query_rows, mask, Traits::kBlockM, multiprocessors_of(device)),
+      Schedule::make(params, query_rows, mask, Traits::kBlockM, multiprocessors_of(device),
+                     l2_bytes_of(device)),
   };
   run_grid<Kernel>(arguments, arguments.schedule.blocks(), device, stream);
 }

@@ -2,82 +2,46 @@
 // multiprocessor, and the tiles are dealt out in advance.
 #pragma once
 
-#include <cutlass/fast_math.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cute/config.hpp>
 
-#include "common/mask.h"
-#include "common/sequence.h"
 #include "common/tile.h"
+#include "common/tile_order.h"
 #include "config.h"
 #include "params.h"
 
 namespace flash_cute::sm90 {
 
-// Tiles are numbered section by section, a section being some (batch, head) pairs whose K and V
-// stay in L2 together; within a section from the query rows that see most keys to those that see
-// fewest, so that the long tiles come before the short ones: under a causal mask from the last rows
-// to the first. The last tile of a head, which may lack rows, then stands where its work puts it.
-//
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
 // longer tile has the shorter one next. Each section of some length begins anew and with another
 // block, so that its last round, in which there is not a tile for everybody, favours others.
 class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
-                       int block_m, int multiprocessors) {
-    constexpr int64_t kSectionBytes = 32 << 20;  // of 50 MB L2
-    const int row_count = query_rows.count(params.len_q);
-    const int m_blocks = (row_count - 1) / block_m + 1;
-    const int heads = query_rows.heads() * params.batch;
-
-    // Of a tile if it had `tile_rows`: rows by keys.
-    const Mask<MaskKind::kBanded> band(params, Sequence(params), query_rows);
-    const auto work = [&](int m_block, int64_t tile_rows) {
-      const int row0 = m_block * block_m, row_end = std::min(row0 + block_m, row_count);
-      return tile_rows * (mask == MaskKind::kFull
-                              ? params.len_k
-                              : std::max(0, band.end(row_end - 1) - band.begin(row0)));
-    };
-    const bool from_first = m_blocks > 1 && work(0, block_m) > work(m_blocks - 2, block_m);
+                       int block_m, int multiprocessors, int l2_bytes) {
+    const int m_blocks = query_rows.m_blocks(params.len_q, block_m);
     // A consumer with few rows works as long as one with all of its own; one without any waits for
     // the others, who alone take more than half of a whole tile's time.
     constexpr int kRows = FwdSm90Config::kConsumerRows;
-    const int rows_left = (row_count - (m_blocks - 1) * block_m + kRows - 1) / kRows * kRows;
-    const int last_rows = std::max(rows_left, block_m * 3 / 5);
-    const int64_t last_work = work(m_blocks - 1, last_rows);
-    int before_last = 0;
-    while (before_last < m_blocks - 1 && work(m_blocks - 2 - before_last, block_m) > last_work) {
-      ++before_last;
-    }
+    const int last_rows = query_rows.count(params.len_q) - (m_blocks - 1) * block_m;
+    const int worth = std::max((last_rows + kRows - 1) / kRows * kRows, block_m * 3 / 5);
 
-    // Equal tiles need no order but that of memory.
-    const bool equal = mask == MaskKind::kFull && last_rows == block_m;
-    // As few sections as may be, of as many K and V heads each, but for the last.
-    const int kv_heads = heads / query_rows.heads_per_kv_head();
-    const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
-    const int in_l2 =
-        static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, kv_heads));
-    const int sections = (kv_heads - 1) / in_l2 + 1;
-    const int section =
-        equal ? 1 : ((kv_heads - 1) / sections + 1) * query_rows.heads_per_kv_head();
-    // A section of much less than two rounds, dealt out anew, would leave blocks without a tile.
-    const int64_t section_tiles = int64_t{section} * m_blocks;
-    const bool anew = !equal && 3 * section_tiles >= 4 * int64_t{multiprocessors};
+    // Equal tiles need no order but that of memory. Else as few sections as may be, of as many
+    // heads each, but for the first.
+    const bool equal = mask == MaskKind::kFull && worth == block_m;
+    const int kv_heads = params.heads_q / params.heads_per_kv_head * params.batch;
+    const int sections = (kv_heads - 1) / TileOrder::kv_heads_in_l2(params, l2_bytes) + 1;
+    const int section = equal ? 1 : (kv_heads - 1) / sections + 1;
+
     Schedule s;
-    s.tiles_ = m_blocks * heads;
-    s.blocks_ = std::min(s.tiles_, multiprocessors);
-    s.dealt_together_ = anew ? section * m_blocks : s.tiles_;
-    s.m_blocks_ = m_blocks;
-    s.from_first_ = from_first;
-    s.before_last_ = before_last;
-    s.full_sections_ = heads / section;
-    s.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
-    s.section_ = cutlass::FastDivmod(section);
-    s.last_section_ = cutlass::FastDivmod(std::max(1, heads % section));
-    s.heads_ = cutlass::FastDivmod(query_rows.heads());
+    s.order_ = TileOrder::make(params, query_rows, mask, block_m, worth, section);
+    s.blocks_ = std::min(s.order_.tiles(), multiprocessors);
+    // A section of much less than two rounds, dealt out anew, would leave blocks without a tile.
+    const bool anew =
+        !equal && 3 * int64_t{s.order_.section_tiles()} >= 4 * int64_t{multiprocessors};
+    s.first_dealt_ = anew ? s.order_.first_section_tiles() : s.order_.tiles();
+    s.dealt_together_ = anew ? s.order_.section_tiles() : s.order_.tiles();
     return s;
   }
 
@@ -90,9 +54,10 @@ class Schedule {
 
     // The index of the next tile; past the last, one that the schedule has not.
     CUTE_DEVICE int next(const Schedule& schedule) {
-      const unsigned tiles = schedule.tiles_, blocks = schedule.blocks_;
-      const unsigned section_tiles = schedule.dealt_together_;
+      const unsigned tiles = schedule.order_.tiles(), blocks = schedule.blocks_;
       while (first_ < tiles) {
+        const unsigned section_tiles =
+            first_ == 0 ? schedule.first_dealt_ : schedule.dealt_together_;
         const unsigned in_section = dealt_ + (is_backward_ ? blocks - 1 - place_ : place_);
         const unsigned index = first_ + in_section;
         const bool exists = in_section < section_tiles && index < tiles;
@@ -107,7 +72,7 @@ class Schedule {
         }
         if (exists) return static_cast<int>(index);
       }
-      return schedule.tiles_;
+      return schedule.order_.tiles();
     }
 
    private:
@@ -118,32 +83,16 @@ class Schedule {
   };
 
   CUTE_DEVICE bool has(int index) const {
-    return static_cast<unsigned>(index) < static_cast<unsigned>(tiles_);
+    return static_cast<unsigned>(index) < static_cast<unsigned>(order_.tiles());
   }
 
-  CUTE_DEVICE TileCoord tile(int index) const {
-    int section, in_section, m, head_in_section, batch, head;
-    section_tiles_(section, in_section, index);
-    (section < full_sections_ ? section_ : last_section_)(m, head_in_section, in_section);
-    heads_(batch, head, section * section_.divisor + head_in_section);
-    const int m_block = from_first_         ? m
-                        : m == before_last_ ? m_blocks_ - 1
-                                            : m_blocks_ - 1 - m - (m < before_last_);
-    return {m_block, head, batch};
-  }
+  CUTE_DEVICE TileCoord tile(int index) const { return order_.tile(index); }
 
  private:
-  int tiles_;
+  TileOrder order_;
   int blocks_;
-  int dealt_together_;  // tiles: those of a section, or all
-  int m_blocks_;
-  bool from_first_;  // tiles are numbered from the first rows on, or else:
-  int before_last_;  // tiles of a head that come before its last
-  int full_sections_;
-  cutlass::FastDivmod section_tiles_;
-  cutlass::FastDivmod section_;       // heads of a section
-  cutlass::FastDivmod last_section_;  // heads of the last, where it is not whole
-  cutlass::FastDivmod heads_;
+  int first_dealt_;     // tiles that are dealt out together at first: a section's, or all
+  int dealt_together_;  // and then
 };
 
 }  // namespace flash_cute::sm90

@@ -1,0 +1,134 @@
+"""In which order the tiles of a call are worked on, and how evenly that keeps the GPU busy, with
+the schedules of both architectures. Nothing is emulated."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import pytest
+import torch
+from emulator import Emulator
+
+BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+#: Multiprocessors and MB of L2.
+GPUS = {"H100": (132, 50), "H200": (132, 60), "H20": (78, 60), "A100": (108, 40)}
+
+
+@pytest.fixture(params=["sm80", "sm90"])
+def kernels(request: pytest.FixtureRequest) -> Emulator:
+    if request.param == "sm80":
+        return request.getfixturevalue("emulator")
+    return request.getfixturevalue("hopper")[torch.bfloat16]
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("len_q", [512, 1000, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_equal_work(kernels, head_dim, len_q, gpu, is_causal):
+    """With about 16384 rows of 2048 elements, in as many heads and sequences as that makes."""
+    if kernels.arch == 90 and gpu == "A100":
+        pytest.skip("runs the sm80 kernels alone")
+    shape = max(1, 16384 // len_q), 2048 // head_dim, 2048 // head_dim, len_q, head_dim
+    window = {"window_right": 0} if is_causal else {}
+    assert time_taken(kernels, *shape, *GPUS[gpu], **window) <= 1.08
+
+
+@pytest.mark.parametrize(
+    "batch, heads, heads_kv, len_q, head_dim",
+    [
+        (1, 8, 8, 8192, 64),  # sm80: 1.44 with one head after the other
+        (8, 12, 12, 1024, 64),  # sm90: 1.24 when a head's last tile, of 64 rows, came first
+        (4, 24, 24, 700, 256),  # sm90: 1.48 in sections of 46, 46 and 4 heads
+        (2, 32, 32, 1500, 256),  # sm90: 1.33 likewise
+        (3, 24, 8, 2048, 64),
+        (5, 16, 4, 3000, 64),
+        (1, 28, 4, 8000, 128),
+    ],
+)
+def test_odd_numbers_of_heads(kernels, batch, heads, heads_kv, len_q, head_dim):
+    """Under a causal mask, with as much work in all as not to fit the blocks."""
+    shape = batch, heads, heads_kv, len_q, head_dim
+    assert time_taken(kernels, *shape, window_right=0) <= 1.15
+
+
+@pytest.mark.parametrize("window", [(0, -1), (300, -1), (700, 0), (64, 64)])
+@pytest.mark.parametrize("len_q", [1000, 3000])
+def test_windows(kernels, len_q, window):
+    """Those without a right bound leave later rows fewer keys than the first."""
+    windows = dict(zip(("window_left", "window_right"), window, strict=True))
+    assert time_taken(kernels, 4, 16, 4, len_q, 64, **windows) <= 1.15
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("l2_mb", [0, 50])
+@pytest.mark.parametrize("len_q, len_k", [(1, 4096), (300, 4096), (256, 16384), (4000, 100)])
+def test_each_tile_has_one_block(kernels, len_q, len_k, l2_mb, is_causal):
+    for multiprocessors in (1, 7, 132):
+        dealt = kernels.deal(
+            3,
+            11,
+            11,
+            len_q,
+            len_k,
+            128,
+            128,
+            multiprocessors,
+            window_right=0 if is_causal else -1,
+            l2_bytes=l2_mb << 20,
+        )
+        assert len(dealt[:, 1:].unique(dim=0)) == len(dealt)
+        assert dealt.min() >= 0
+        assert torch.equal(
+            dealt.max(dim=0).values[1:] + 1, torch.tensor([math.ceil(len_q / 128), 11, 3])
+        )
+
+
+def time_taken(
+    kernels: Emulator,
+    batch: int,
+    heads: int,
+    heads_kv: int,
+    len_q: int,
+    head_dim: int,
+    multiprocessors: int = 132,
+    l2_mb: int = 50,
+    *,
+    window_left: int = -1,
+    window_right: int = -1,
+) -> float:
+    """Until the last block ends, as a multiple of the least that it can be: the mean over the
+    places for blocks, or j tiles, each as the shortest of so many that one place has j of them. A
+    tile takes a time of 1 for each block of keys, and of sm90 for each consumer. Each tile has one
+    block."""
+    tile = kernels.tile(head_dim)
+    m, n = tile["block_m"], tile["block_n"]
+    shape = batch, heads, heads_kv, len_q, len_q, head_dim
+    windows = {"window_left": window_left, "window_right": window_right}
+    dealt = kernels.deal(*shape, m, multiprocessors, l2_bytes=l2_mb << 20, **windows)
+    tiles = torch.cartesian_prod(
+        torch.arange(math.ceil(len_q / m)), torch.arange(heads), torch.arange(batch)
+    )
+    assert torch.equal(dealt[:, 1:].unique(dim=0), tiles.int())
+
+    rows_together = m if kernels.arch == 80 else 64
+
+    def key_blocks(row):  # from that row on
+        end = min(len_q, row + rows_together + window_right) if window_right >= 0 else len_q
+        begin = max(0, row - window_left) if window_left >= 0 else 0
+        return math.ceil(end / n) - begin // n
+
+    times = torch.zeros(math.ceil(len_q / m))
+    for row in range(0, len_q, rows_together):
+        times[row // m] += key_blocks(row)
+    times = times[dealt[:, 1]]
+    places = [0.0] * multiprocessors * tile["blocks_per_sm"]
+    for block, time in zip(dealt[:, 0].tolist(), times.tolist(), strict=True):
+        if kernels.arch == 80:  # a block for each tile, where there is room first
+            heapq.heapreplace(places, places[0] + time)
+        else:
+            places[block] += time
+    longest_first = times.sort(descending=True).values[:: len(places)].tolist()
+    mean = times.sum().item() / len(places)
+    return max(places) / max([mean] + [(j + 1) * time for j, time in enumerate(longest_first)])
