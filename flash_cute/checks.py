@@ -93,7 +93,7 @@ def _is_valid_scale(scale: Any) -> bool:
             scale = float(scale)  # NumPy would compare in the scalar's own dtype
         except OverflowError:
             return False
-    return -MAX_SCALE <= scale <= MAX_SCALE
+    return bool(-MAX_SCALE <= scale <= MAX_SCALE)
 
 
 def _is_traced(scale: Any) -> bool:

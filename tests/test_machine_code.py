@@ -18,7 +18,13 @@ INFO: dict[str, Any] = json.loads(torch.ops.flash_cute.build_info())
 # The machine code, and whose kernels it is.
 ARCHS = {
     code: kernels
-    for code, kernels in {"sm_80": "sm80", "sm_90": "sm80", "sm_90a": "sm90"}.items()
+    for code, kernels in {
+        "sm_80": "sm80",
+        "sm_90": "sm80",
+        "sm_90a": "sm90",
+        "sm_100": "sm80",
+        "sm_120": "sm80",
+    }.items()
     if code in INFO["archs"]
 }
 DTYPES = 2

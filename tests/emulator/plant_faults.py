@@ -29,6 +29,7 @@ HOLDERS = "sm80/row_holders.h"
 COPY = "common/copy.h"
 MASK = "common/mask.h"
 TILE = "common/tile.h"
+ORDER = "common/tile_order.h"
 SOFTMAX = "common/online_softmax.h"
 SM90_KERNEL = "sm90/fwd_kernel.h"
 SM90_MAINLOOP = "sm90/fwd_mainloop.h"
@@ -320,6 +321,11 @@ FAULTS = [
         "log-sum-exp of another row",
         WRONG,
         [(SOFTMAX, "limit = r == row ? limit_[r] : limit;", "")],
+    ),
+    Fault(
+        "sections that begin with the same head",
+        "written already",
+        [(ORDER, "first_section_.divisor + section *", "section *")],
     ),
     Fault(
         "row taken for a query",

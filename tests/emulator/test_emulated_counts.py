@@ -59,6 +59,21 @@ def test_counts(emulator, name):
     assert counters.block_barriers == 1 + of_blocks + shared
 
 
+@pytest.mark.parametrize(
+    "head_dim, flops", [(32, 32.0), (64, 32.0), (96, 25.6), (128, 21.3), (192, 14.2), (256, 14.2)]
+)
+def test_flops_for_each_byte_of_shared_memory(emulator, head_dim, flops):
+    """Of the tiles for 99 KB, as csrc/cute_fa2/README.md has them: what a block of keys adds."""
+    (tile,) = (t for t in ops.tiles_for(LIMITS[-1]) if t["head_dim"] == head_dim)
+    m, n = tile["block_m"], tile["block_n"]
+    read = []
+    for key_blocks in (2, 3):
+        inputs = random_inputs(1, 1, m, head_dim, len_k=key_blocks * n, dtype=torch.bfloat16)
+        counters = check(emulator, *inputs, smem_limit=LIMITS[-1])[2]
+        read.append(128 * counters.load_matrix.wavefronts)
+    assert round(4 * m * n * head_dim / (read[1] - read[0]), 1) == flops
+
+
 @pytest.mark.parametrize("name", TILES)
 def test_products_under_a_causal_mask(emulator, name):
     """Of a square tile on the diagonal a quarter is neither seen nor computed, if a warp has two
