@@ -50,7 +50,7 @@ void launch(const FwdParams& params, const Call& call) {
   sm90::launch<sm90::FwdKernel<Traits, kMask>>(params, DType::FLASH_CUTE_DTYPE, kMask, device,
                                                call.stream);
 #else
-  sm80::launch<sm80::FwdKernel<Traits, kMask>>(params, device, call.stream);
+  sm80::launch<sm80::FwdKernel<Traits, kMask>>(params, kMask, device, call.stream);
 #endif
 }
 
