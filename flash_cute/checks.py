@@ -97,9 +97,11 @@ def _is_valid_scale(scale: Any) -> bool:
 
 
 def _is_traced(scale: Any) -> bool:
-    """Whether it is what torch.compile makes of NumPy's scalars: an array."""
+    """Whether it is what torch.compile makes of NumPy's scalars: an array of no dimensions."""
     return (
-        torch.compiler.is_compiling() and hasattr(scale, "dtype") and not isinstance(scale, Tensor)
+        torch.compiler.is_compiling()
+        and not isinstance(scale, Tensor)
+        and getattr(scale, "ndim", None) == 0
     )
 
 

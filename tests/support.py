@@ -118,12 +118,9 @@ def rising_inputs(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return 1 + 0.05 * q.abs(), k, v
 
 
-#: What FlashAttention-3 reaches in fp16 on `inputs_with_outliers` (arXiv:2407.08608, table 3).
-FP16_RMS_ERROR = 1.9e-4
-
-
 def inputs_with_outliers(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """N(0, 1), and for one element in a thousand N(0, 100) on top."""
+    """N(0, 1), and for one element in a thousand N(0, 100) on top, as the paper of FlashAttention-3
+    has them (arXiv:2407.08608, section 4.3)."""
     inputs, more = random_inputs(*sizes, **options), random_inputs(*sizes, **options, seed=1)
     generator = torch.Generator().manual_seed(2)
     outliers = [torch.rand(x.shape, generator=generator) < 1e-3 for x in inputs]
@@ -131,10 +128,15 @@ def inputs_with_outliers(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-def rms_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Against the exact result of all keys, with the usual scale."""
+def check_rms_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Asserts that all keys' fp16 output is as exact as FlashAttention-3's on such inputs, 1.9e-4;
+    and within twice of what rounding the exact output makes."""
     exact = flash_cute.reference.attention(q, k, v)[0]
-    return (out.double() - exact).square().mean().sqrt().item()
+
+    def rms_error(x: Tensor) -> float:
+        return (x.double() - exact).square().mean().sqrt().item()
+
+    assert rms_error(out) <= min(1.9e-4, 2 * rms_error(exact.to(out.dtype)))
 
 
 def poisoned(
@@ -232,14 +234,14 @@ def run(
     smem_limit: int = 0,
     **band: int,
 ) -> tuple[Tensor, Tensor]:
-    """`forward`, or the op where arguments are given that only the op has. Calls that the
-    preferred kernels cannot serve get the default ones."""
+    """`forward`, or the op where arguments are given that only the op has. Calls as in NOT_FOR_SM90
+    get the default kernels if others are preferred."""
     if arch is None and preferred_arch is not None:
         options = {"arch": preferred_arch, "smem_limit": smem_limit, **band}
         try:
             return run(q, k, v, is_causal, softmax_scale, **options)
         except RuntimeError as error:
-            if "its kernels cannot serve this call" not in str(error):
+            if not any(reason in str(error) for _, _, reason in NOT_FOR_SM90.values()):
                 raise
     if not band and not smem_limit:
         return flash_cute.forward(q, k, v, is_causal, softmax_scale, arch=arch)

@@ -357,7 +357,7 @@ constexpr SmallKernel kKernels[] = {
 };
 
 CUtensorMap map_of(const void* in) {
-  const cuuint64_t sizes[] = {64, 1, 8, 1, 1}, strides[] = {16, 128, 16, 16};
+  const cuuint64_t sizes[] = {64, 1, 8, 1, 1}, strides[] = {128, 128, 1024, 1024};
   const cuuint32_t box[] = {64, 1, 8, 1, 1}, steps[] = {1, 1, 1, 1, 1};
   CUtensorMap map = {};
   reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode_tensor_map())(

@@ -3,6 +3,7 @@ are left out: a call that is given to them says so. There, Hopper gets sm90 by d
 
 from __future__ import annotations
 
+import emulator
 import pytest
 import torch
 from emulator import EmulationError, Emulator
@@ -50,6 +51,20 @@ def test_what_sm90_cannot_read_goes_to_sm80(default, sm90, case):
         default.forward(*change(*inputs()), scale)
     with pytest.raises(EmulationError, match=f"arch is 90, but .*{reason}"):
         sm90.forward(*change(*inputs()), scale)
+
+
+def test_enormous_strides_go_to_sm80(default, sm90, monkeypatch):
+    def far_apart(x):
+        tensor = as_c(x)
+        tensor.strides[1] = 2**38
+        return tensor
+
+    as_c = emulator._as_c
+    monkeypatch.setattr(emulator, "_as_c", far_apart)
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(*inputs(), SCALE)
+    with pytest.raises(EmulationError, match=r"arch is 90, but .*a stride .* is 2\^40 bytes"):
+        sm90.forward(*inputs(), SCALE)
 
 
 def test_what_the_driver_refuses_goes_to_sm80(default, sm90):

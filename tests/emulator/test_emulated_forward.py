@@ -10,15 +10,14 @@ import torch
 from cases import check
 from support import (
     BANDS,
-    FP16_RMS_ERROR,
     HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
+    check_rms_error,
     inputs_with_outliers,
     poisoned,
     random_inputs,
     rising_inputs,
-    rms_error,
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -192,7 +191,7 @@ def test_expanded_heads_that_share_tiles(emulator, is_causal):
 def test_rms_error_with_outliers(emulator, head_dim):
     inputs = inputs_with_outliers(1, 1, 512, head_dim, dtype=FP16)
     out, _, _ = emulator.forward(*map(poisoned, inputs), 1 / math.sqrt(head_dim))
-    assert rms_error(out, *inputs) <= FP16_RMS_ERROR
+    check_rms_error(out, *inputs)
 
 
 @BOTH_MASKS

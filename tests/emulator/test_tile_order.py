@@ -10,9 +10,16 @@ import pytest
 import torch
 from emulator import Emulator
 
+from flash_cute import ops
+
 BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-#: Multiprocessors and MB of L2.
-GPUS = {"H100": (132, 50), "H200": (132, 60), "H20": (78, 60), "A100": (108, 40)}
+#: Multiprocessors, MB of L2, and KB of shared memory that a block may have.
+GPUS = {
+    "H100": (132, 50, 227),
+    "H200": (132, 60, 227),
+    "H20": (78, 60, 227),
+    "A100": (108, 40, 163),
+}
 
 
 @pytest.fixture(params=["sm80", "sm90"])
@@ -38,10 +45,10 @@ def test_equal_work(kernels, head_dim, len_q, gpu, is_causal):
 @pytest.mark.parametrize(
     "batch, heads, heads_kv, len_q, head_dim",
     [
-        (1, 8, 8, 8192, 64),  # sm80: 1.44 with one head after the other
+        (1, 8, 8, 8192, 64),  # sm80: 1.56 with one head after the other
         (8, 12, 12, 1024, 64),  # sm90: 1.24 when a head's last tile, of 64 rows, came first
-        (4, 24, 24, 700, 256),  # sm90: 1.48 in sections of 46, 46 and 4 heads
-        (2, 32, 32, 1500, 256),  # sm90: 1.33 likewise
+        (4, 24, 24, 700, 256),  # sm90: 1.48 in sections of 4, 46 and 46 heads
+        (2, 32, 32, 1500, 256),  # sm90: 1.30 in sections as unequal
         (3, 24, 8, 2048, 64),
         (5, 16, 4, 3000, 64),
         (1, 28, 4, 8000, 128),
@@ -50,7 +57,7 @@ def test_equal_work(kernels, head_dim, len_q, gpu, is_causal):
 def test_odd_numbers_of_heads(kernels, batch, heads, heads_kv, len_q, head_dim):
     """Under a causal mask, with as much work in all as not to fit the blocks."""
     shape = batch, heads, heads_kv, len_q, head_dim
-    assert time_taken(kernels, *shape, window_right=0) <= 1.15
+    assert time_taken(kernels, *shape, l2_mb=72, window_right=0) <= 1.15  # 48 MB for K and V
 
 
 @pytest.mark.parametrize("window", [(0, -1), (300, -1), (700, 0), (64, 64)])
@@ -94,6 +101,7 @@ def time_taken(
     head_dim: int,
     multiprocessors: int = 132,
     l2_mb: int = 50,
+    smem_kb: int = 227,
     *,
     window_left: int = -1,
     window_right: int = -1,
@@ -103,6 +111,8 @@ def time_taken(
     tile takes a time of 1 for each block of keys, and of sm90 for each consumer. Each tile has one
     block."""
     tile = kernels.tile(head_dim)
+    if kernels.arch == 80:
+        (tile,) = (t for t in ops.tiles_for(smem_kb << 10) if t["head_dim"] == head_dim)
     m, n = tile["block_m"], tile["block_n"]
     shape = batch, heads, heads_kv, len_q, len_q, head_dim
     windows = {"window_left": window_left, "window_right": window_right}
