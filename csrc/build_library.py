@@ -251,8 +251,8 @@ def write_ninja() -> tuple[str, str]:
         f"rule link\n  command = {for_ninja([*shared, *libraries])}\n  description = linking $out\n"
     )
     objects = []
-    host = [ROOT / SOURCES / f"{name}.cpp" for name in ("device", "dispatch", "torch_binding")]
-    for source in [*kernels, *host]:
+    names = ("device.cpp", "dispatch.cpp", "splits.cu", "torch_binding.cpp")
+    for source in [*kernels, *(ROOT / SOURCES / name for name in names)]:
         objects.append(f"{BUILD}/{source.stem}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         text += f"build {objects[-1]}: {rule} {source.relative_to(ROOT)}\n"

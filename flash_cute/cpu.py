@@ -36,11 +36,12 @@ def attention(
     diagonal_offset: int = 0,
     smem_limit: int = 0,
     arch: int = 0,
+    splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) for q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D); the mask is that of
     `reference.visible_keys`.
 
-    `smem_limit` and `arch` concern GPUs alone and are ignored.
+    `smem_limit`, `arch` and `splits` concern GPUs alone and are ignored.
     """
     out = torch.empty_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32)

@@ -106,6 +106,7 @@ def _fwd_fake(
     diagonal_offset: int = 0,
     smem_limit: int = 0,
     arch: int = 0,
+    splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 

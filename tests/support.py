@@ -232,24 +232,26 @@ def run(
     *,
     arch: str | None = None,
     smem_limit: int = 0,
+    splits: int = 0,
     **band: int,
 ) -> tuple[Tensor, Tensor]:
     """`forward`, or the op where arguments are given that only the op has. Calls as in NOT_FOR_SM90
     get the default kernels if others are preferred."""
     if arch is None and preferred_arch is not None:
-        options = {"arch": preferred_arch, "smem_limit": smem_limit, **band}
+        options = {"arch": preferred_arch, "smem_limit": smem_limit, "splits": splits, **band}
         try:
             return run(q, k, v, is_causal, softmax_scale, **options)
         except RuntimeError as error:
             if not any(reason in str(error) for _, _, reason in NOT_FOR_SM90.values()):
                 raise
-    if not band and not smem_limit:
+    if not band and not smem_limit and not splits:
         return flash_cute.forward(q, k, v, is_causal, softmax_scale, arch=arch)
     if is_causal:
         band = {"window_right": 0, "diagonal_offset": k.shape[2] - q.shape[2]}
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
     number = 0 if arch is None else checks.ARCHS[arch]
-    out, lse = ops.fwd(q, k, v, scale, **band, smem_limit=smem_limit, arch=number)
+    options = {"smem_limit": smem_limit, "splits": splits, "arch": number}
+    out, lse = ops.fwd(q, k, v, scale, **band, **options)
     return out, lse
 
 
@@ -262,11 +264,13 @@ def check(
     *,
     arch: str | None = None,
     smem_limit: int = 0,
+    splits: int = 0,
     **band: int,
 ) -> tuple[Tensor, Tensor]:
     """Runs and asserts all that the contract says of the results; returns them."""
     with nan_in_new_memory():
-        out, lse = run(q, k, v, is_causal, softmax_scale, arch=arch, smem_limit=smem_limit, **band)
+        options = {"arch": arch, "smem_limit": smem_limit, "splits": splits, **band}
+        out, lse = run(q, k, v, is_causal, softmax_scale, **options)
     assert out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
     assert out.stride() == torch.empty_like(q).stride()
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32 and lse.device == q.device

@@ -152,6 +152,59 @@ def test_cuda_graph(kernels, head_dim):
         assert all(map(torch.equal, captured, run(q, k, v, True)))
 
 
+#: Batch, heads, heads of k and v, queries, keys, head dim: few tiles, and keys in parts.
+FEW_TILES = {
+    "one query": (1, 8, 2, 1, 20_000, 128),
+    "a few": (2, 6, 2, 5, 9_000, 64),
+    "one head": (1, 1, 1, 300, 5_000, 256),
+    "odd rows": (3, 4, 4, 1, 4_099, 20),
+}
+
+
+@pytest.fixture(params=FEW_TILES)
+def few_tiles(request):
+    batch, heads, heads_kv, len_q, len_k, head_dim = FEW_TILES[request.param]
+    return gpu_inputs(batch, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k)
+
+
+@pytest.mark.parametrize("splits", [0, 1, 3, 1000])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=["fp16", "bf16"])
+def test_keys_in_parts(few_tiles, dtype, is_causal, splits):
+    check(*(poisoned(x.to(dtype)) for x in few_tiles), is_causal, splits=splits)
+
+
+def test_keys_in_parts_take_two_kernels(few_tiles):
+    q, k, v = few_tiles
+    readable = q.shape[3] % 8 == 0
+    names = launched(lambda: run(q, k, v))
+    assert sum("CombineKernel" in name for name in names) == 1
+    assert len(names) == 2 or not readable, names
+
+
+def test_keys_in_parts_on_streams_and_in_graphs(few_tiles):
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = run(*few_tiles)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream in streams:  # side by side, each with memory of its own for the parts
+            with torch.cuda.stream(stream):
+                results.append(run(*few_tiles))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results.append(run(*few_tiles))
+        results.append(run(*few_tiles))
+    graph.replay()
+    for result in results:
+        assert all(map(torch.equal, result, expected))
+
+
 @GPU_KERNELS
 def test_the_first_call_of_a_process_can_be_captured(kernels, tmp_path):
     program = f"""
@@ -309,4 +362,6 @@ def test_the_op_refuses_what_cannot_be_launched():
         run(q, k, v, smem_limit=1024)  # no tile fits
     with pytest.raises(RuntimeError, match="arch is 75: it must be 80, 90, or 0"):
         ops.fwd(q, k, v, 0.1, arch=75)
+    with pytest.raises(RuntimeError, match="splits is -1: it must be a number of parts, or 0"):
+        ops.fwd(q, k, v, 0.1, splits=-1)
     check(q, k, v)  # and nothing is left broken

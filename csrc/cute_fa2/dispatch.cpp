@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "config.h"
 #include "device.h"
 #include "generated/variants.inc"
 #include "sm90/tensor_map.h"
+#include "splits.h"
 #include "static_switch.h"
 
 namespace flash_cute {
@@ -72,12 +74,14 @@ const char* why_sm90_cannot_read(const FwdParams& params) {
 }
 
 // Why the SM90 kernels cannot serve the call on `device`, or nullptr.
-const char* why_not_sm90(const FwdParams& params, MaskKind mask, int64_t smem_limit, int device) {
+const char* why_not_sm90(const FwdParams& params, MaskKind mask, const Choices& choices,
+                         int device) {
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
   if (compute_capability_major_of(device) != 9) {
     return "the GPU's compute capability is not 9.x";
   }
-  if (smem_limit != 0) return "smem_limit chooses among the tiles of arch 80";
+  if (choices.smem_limit != 0) return "smem_limit chooses among the tiles of arch 80";
+  if (choices.splits > 1) return "the kernels of arch 80 alone split the keys";
   if (select_fwd_sm90(built_for(params.head_dim), mask) < 0) return "there is no tile for it";
   return why_sm90_cannot_read(params);
 }
@@ -92,17 +96,30 @@ void with_constants(const FwdParams& params, DType dtype, MaskKind mask, F&& f) 
   });
 }
 
-void launch_sm80(const FwdParams& params, DType dtype, MaskKind mask, int smem_limit, int device,
-                 cudaStream_t stream) {
+// The SM80 tile for a call, as a row of kFwdSm80.
+int select_row_sm80(const FwdParams& params, const Choices& choices, int device) {
+  const int64_t lent = smem_limit_of(device);
+  const int64_t limit = choices.smem_limit > 0 ? std::min(choices.smem_limit, lent) : lent;
+  int row = -1;
+  head_dim_switch<kBuiltHeadDims>(params.head_dim, [&](auto head_dim) {
+    row = select_fwd_sm80(head_dim, static_cast<int>(limit));
+  });
+  if (row < 0) {
+    throw std::runtime_error("flash_cute: no tile for head dim " + std::to_string(params.head_dim) +
+                             " fits " + std::to_string(limit) + " bytes of shared memory");
+  }
+  return row;
+}
+
+void launch_sm80(const FwdParams& whole, DType dtype, MaskKind mask, int row, KeySplits splits,
+                 int device, cudaStream_t stream, const Allocate& allocate) {
+  FwdParams params = whole;
+  params.splits = splits;
+  if (splits.count > 1) place_splits(params, allocate(bytes_of_splits(params)));
   with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
-    const int row = select_fwd_sm80(head_dim, smem_limit);
-    if (row < 0) {
-      throw std::runtime_error("flash_cute: no tile for head dim " +
-                               std::to_string(params.head_dim) + " fits " +
-                               std::to_string(smem_limit) + " bytes of shared memory");
-    }
     launch_fwd_sm80<dtype(), head_dim(), mask()>(params, row, device, stream);
   });
+  if (splits.count > 1) combine_splits(params, dtype, device, stream);
 }
 
 void launch_sm90(const FwdParams& params, DType dtype, MaskKind mask, int device,
@@ -175,14 +192,28 @@ std::string in_brackets(const std::string& items) { return "[" + items + "]"; }
 
 }  // namespace
 
-void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit,
-                int64_t arch, int device, cudaStream_t stream) {
+void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choices& choices,
+                int device, cudaStream_t stream, const Allocate& allocate) {
+  const int64_t arch = choices.arch;
   if (arch != 0 && arch != 80 && arch != 90) {
     throw std::runtime_error("flash_cute: arch is " + std::to_string(arch) +
                              ": it must be 80, 90, or 0 for the default");
   }
+  if (choices.splits < 0) {
+    throw std::runtime_error("flash_cute: splits is " + std::to_string(choices.splits) +
+                             ": it must be a number of parts, or 0 for the default");
+  }
+  // Those of SM90 do not split keys.
+  const auto choose_sm80 = [&] {
+    const int row = select_row_sm80(params, choices, device);
+    return std::pair(
+        row, choose_splits(params, kFwdSm80[row], multiprocessors_of(device), choices.splits));
+  };
   if (arch == 90 || (arch == 0 && kSm90IsDefault)) {
-    const char* why_not = why_not_sm90(params, mask, smem_limit, device);
+    const char* why_not = why_not_sm90(params, mask, choices, device);
+    if (arch == 0 && why_not == nullptr && choose_sm80().second.count > 1) {
+      why_not = "its keys are split";
+    }
     try {
       if (why_not == nullptr) return launch_sm90(params, dtype, mask, device, stream);
     } catch (const sm90::TensorMapRefused& refused) {
@@ -193,9 +224,8 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t sme
                                std::string(why_not));
     }
   }
-  const int lent = smem_limit_of(device);
-  const int64_t limit = smem_limit > 0 ? std::min<int64_t>(smem_limit, lent) : lent;
-  launch_sm80(params, dtype, mask, static_cast<int>(limit), device, stream);
+  const auto [row, splits] = choose_sm80();
+  launch_sm80(params, dtype, mask, row, splits, device, stream, allocate);
 }
 
 std::string build_info() {

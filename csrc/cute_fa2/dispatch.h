@@ -4,19 +4,30 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "params.h"
 
 namespace flash_cute {
 
-// Launches the forward on `stream` of `device`, which is the current device. `arch` names the
-// kernels, 80 or 90; where it is 0, those that are the device's by default run if they can read the
-// call. The SM80 tile is chosen as if the device lent `smem_limit` bytes of shared memory to a
-// block, or by what it really lends where `smem_limit` is 0. Throws std::runtime_error if this
-// build cannot serve the call or CUDA refuses it.
-void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, int64_t smem_limit,
-                int64_t arch, int device, cudaStream_t stream);
+// How a call is served, where that is not left open by a 0.
+struct Choices {
+  int64_t arch = 0;        // whose kernels: 80 or 90
+  int64_t smem_limit = 0;  // by how many bytes of shared memory, lent to a block, the SM80 tile is
+                           // chosen, if the device lends as many
+  int64_t splits = 0;      // into how many parts the SM80 kernels split the keys
+};
+
+// Memory of the device, of so many bytes, aligned to 16, that no other work gets before what has
+// been launched until the call returns is done.
+using Allocate = std::function<void*(int64_t bytes)>;
+
+// Launches the forward on `stream` of `device`, which is the current device. Where no architecture
+// is chosen, the kernels run that are the device's by default, if they can read the call. Throws
+// std::runtime_error if this build cannot serve the call or CUDA refuses it.
+void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choices& choices,
+                int device, cudaStream_t stream, const Allocate& allocate);
 
 // JSON for Python: what was built, and the rows of the tile table that a device with that limit
 // gets.

@@ -9,6 +9,9 @@
 
 namespace flash_cute {
 
+// Rows and keys are counted in 32 bits, sums of two lengths included.
+constexpr int64_t kMaxLength = int64_t{1} << 30;
+
 enum class DType { kHalf, kBFloat16 };
 
 // Which keys a query may see. Every mask is an interval of keys per query row (common/mask.h);
@@ -25,12 +28,32 @@ struct TensorView {
   int64_t stride_row;
 };
 
+// What the softmax knows of a row once its keys are through (common/online_softmax.h).
+struct alignas(8) RowStatistics {
+  float limit;
+  float sum;
+};
+
+// Keys in parts of equal length, but for the last, each of which thread blocks of its own work on:
+// so that all of the GPU has work where there are few tiles, as in decoding (splits.h). What comes
+// of the parts is combined afterwards.
+struct KeySplits {
+  static constexpr int kMost = 1024;
+  int count = 1;          // 1: the keys stay whole, and nothing else here is read
+  int keys = kMaxLength;  // of a part
+  // Of each part: the output in fp32, as (count * batch, heads_q, len_q, head_dim), with part i of
+  // batch b at i * batch + b, and (count * batch, heads_q, len_q, 1) statistics.
+  TensorView<float*> out{};
+  TensorView<RowStatistics*> rows{};
+};
+
 struct FwdParams {
   TensorView<const void*> q;  // (batch, heads_q, len_q, head_dim)
   TensorView<const void*> k;  // (batch, heads_q / heads_per_kv_head, len_k, head_dim)
   TensorView<const void*> v;  // as k
   TensorView<void*> out;      // as q
   TensorView<float*> lse;     // (batch, heads_q, len_q, 1), natural logarithm
+  KeySplits splits;
 
   int batch;
   int heads_q;
@@ -55,9 +78,6 @@ struct FwdParams {
   // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
   static constexpr float kSlackLog2 = 8.f;
 };
-
-// Rows and keys are counted in 32 bits, sums of two lengths included.
-constexpr int64_t kMaxLength = int64_t{1} << 30;
 
 // softmax_scale as the kernels take it.
 inline void set_scale(FwdParams& params, double softmax_scale) {

@@ -126,7 +126,7 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dty
 
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scale,
                                int64_t window_left, int64_t window_right, int64_t diagonal_offset,
-                               int64_t smem_limit, int64_t arch) {
+                               int64_t smem_limit, int64_t arch, int64_t splits) {
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
   check_inputs(q, k, v, dtype, device, softmax_scale);
@@ -167,8 +167,14 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
   params.head_dim = static_cast<int>((gq.sizes[3] + 7) / 8 * 8);
   set_scale(params, softmax_scale);
   const MaskKind mask = set_band(params, window_left, window_right, diagonal_offset);
+  std::optional<Tensor> workspace;
+  const auto allocate = [&](int64_t bytes) {
+    const int64_t stride = 1;
+    workspace = empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), device);
+    return workspace->data_ptr();
+  };
   launch_fwd(params, dtype == aoti_torch_dtype_float16() ? DType::kHalf : DType::kBFloat16, mask,
-             smem_limit, arch, device, static_cast<cudaStream_t>(stream));
+             {arch, smem_limit, splits}, device, static_cast<cudaStream_t>(stream), allocate);
 
   if (out_copy) {
     torch::stable::copy_(out, torch::stable::narrow(*out_copy, 3, 0, gq.sizes[3]));
@@ -183,8 +189,8 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(
       "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, SymInt window_left=-1, SymInt "
       "window_right=-1, "
-      "SymInt diagonal_offset=0, SymInt smem_limit=0, SymInt arch=0) -> (Tensor out, Tensor "
-      "softmax_lse)");
+      "SymInt diagonal_offset=0, SymInt smem_limit=0, SymInt arch=0, SymInt splits=0) -> (Tensor "
+      "out, Tensor softmax_lse)");
   m.def("build_info() -> str");
   m.def("tiles_for(int smem_limit) -> str");
 }

@@ -74,13 +74,13 @@ def generate(
 
 
 def nvcc_flags(source: Path, code: Sequence[str]) -> str:
-    """What one of the files needs beyond the flags of all. `code` is what the SM80 kernels are
-    translated to, machine code and PTX."""
-    arch, head_dim = re.match(r"fwd_(sm\d+)_hdim(\d+)_", source.name).groups()
-    if arch == "sm90":
+    """What a file with kernels needs beyond the flags of all. `code` is what those of every
+    architecture are translated to, machine code and PTX."""
+    forward = re.match(r"fwd_(sm\d+)_hdim(\d+)_", source.name)
+    if forward and forward[1] == "sm90":
         return f"-gencode=arch=compute_90a,code={SM90_CODE}"
     flags = [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]
-    return shlex.join([*flags, *ptxas_flags(int(head_dim))])
+    return shlex.join([*flags, *(ptxas_flags(int(forward[2])) if forward else [])])
 
 
 def ptxas_flags(head_dim: int) -> list[str]:

@@ -33,6 +33,7 @@ from toolchain import (  # noqa: E402
 
 BUILD = "build/emulator"
 MACHINE = HERE.relative_to(ROOT).as_posix()
+SPLITS = "splits.cu"  # with the kernel that combines what comes of parts of the keys
 BOOST = "cmeel.prefix"
 
 #: Stands in for the kernels that a library leaves out.
@@ -64,6 +65,7 @@ class Library:
     dtypes: Sequence[str] = tuple(variants.DTYPES)
     masks: Sequence[str] = tuple(variants.MASKS)  # sm90's, each of which has a file
     debug: bool = False  # for a debugger
+    combines: bool = False  # with SPLITS from `sources` as well, not as the other libraries have it
 
     @property
     def folder(self) -> str:
@@ -96,7 +98,8 @@ class Library:
             for line in file.read_text().splitlines()
             if line.startswith("template ")
         ]
-        others = [f"{SOURCES}/{name}.cpp" for name in ("device", "dispatch")]
+        others = [f"{SOURCES}/{name}" for name in ("device.cpp", "dispatch.cpp")]
+        others.append(f"{self.sources if self.combines else SOURCES}/{SPLITS}")
         if absent:
             text = ABSENT.format(instantiations="\n".join(lines))
             others.append(write(f"{self.dispatch}/absent.cpp", text))
@@ -184,7 +187,9 @@ def write_ninja(libraries: Iterable[Library]) -> str:
             includes = SOURCES, f"{library.dispatch}/variants"
             # So that calls which name no architecture show how one is picked.
             flags = "-O2 -g1 -DFLASH_CUTE_SM90_IS_DEFAULT=true"
-            objects.append(compile_to(library.dispatch, file, "cxx", flags, *includes))
+            rule = "kernel" if file.endswith(".cu") else "cxx"
+            folder = library.folder if library.combines else library.dispatch
+            objects.append(compile_to(folder, file, rule, flags, *includes))
         linked.append(f"build {library.path}: link {' '.join(objects)}\n")
     return "".join([text, *compiled.values(), *linked])
 

@@ -19,6 +19,7 @@ def check(
     softmax_scale: float | None = None,
     *,
     smem_limit: int = 0,
+    splits: int = 0,
     multiprocessors: int = 132,
     seed: int = 0,
     **band: int,
@@ -29,8 +30,14 @@ def check(
     if is_causal:
         band = {"window_right": 0, "diagonal_offset": k.shape[2] - q.shape[2]}
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
-    machine = {"smem_limit": smem_limit, "multiprocessors": multiprocessors, "seed": seed}
-    out, lse, counters = emulator.forward(q, k, v, scale, **machine, **band)
+    out, lse, counters = emulator.forward(
+        *(q, k, v, scale),
+        smem_limit=smem_limit,
+        splits=splits,
+        multiprocessors=multiprocessors,
+        seed=seed,
+        **band,
+    )
     result = tolerance.compare(out, lse, q, k, v, False, scale, **band)
     assert result.passed, str(result)
     return out, lse, counters

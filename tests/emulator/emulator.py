@@ -71,8 +71,9 @@ class _Forward(ctypes.Structure):
         ("window_left", ctypes.c_int64),
         ("window_right", ctypes.c_int64),
         ("diagonal_offset", ctypes.c_int64),
-        ("smem_limit", ctypes.c_int64),
         ("arch", ctypes.c_int64),
+        ("smem_limit", ctypes.c_int64),
+        ("splits", ctypes.c_int64),
         ("capability_major", ctypes.c_int32),
         ("multiprocessors", ctypes.c_int32),
         ("refuses_tensor_maps", ctypes.c_int32),
@@ -116,14 +117,15 @@ class Emulator:
         window_right: int = -1,
         diagonal_offset: int = 0,
         smem_limit: int = 0,
+        splits: int = 0,
         multiprocessors: int = 132,
         capability_major: int = 9,
         refuses_tensor_maps: bool = False,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor, Counters]:
         """Output, LSE, and what was counted. The tile is that of a device with `smem_limit` bytes
-        of shared memory; the device has as many thread blocks of the SM90 kernels as
-        `multiprocessors`; threads take turns in an order that `seed` decides.
+        of shared memory, the keys are in `splits` parts, or in as many as the launch chooses; the
+        device has `multiprocessors`; threads take turns in an order that `seed` decides.
         """
         rows = [_readable_rows(x) for x in (q, k, v)]
         out = torch.full_like(rows[0], math.nan)
@@ -139,8 +141,9 @@ class Emulator:
             window_left,
             window_right,
             diagonal_offset,
-            smem_limit,
             self.arch,
+            smem_limit,
+            splits,
             capability_major,
             multiprocessors,
             refuses_tensor_maps,
@@ -186,6 +189,29 @@ class Emulator:
         )
         assert count == tiles
         return dealt[:tiles]
+
+    def splits(
+        self,
+        batch: int,
+        heads: int,
+        heads_kv: int,
+        len_q: int,
+        len_k: int,
+        head_dim: int,
+        multiprocessors: int = 132,
+        *,
+        smem_limit: int = 232448,
+        window_left: int = -1,
+        window_right: int = -1,
+    ) -> tuple[int, int]:
+        """Into how many parts the keys are split, and of how many keys."""
+        keys = ctypes.c_int32()
+        shape = batch, heads, heads_kv, len_q, len_k, head_dim
+        device = multiprocessors, smem_limit
+        count = self._library.splits_of(
+            *shape, window_left, window_right, *device, ctypes.byref(keys)
+        )
+        return count, keys.value
 
     def small(self, name: str, x: Tensor, seed: int = 0) -> tuple[Tensor, Counters]:
         """The output of the kernel of that name in small_kernels.cpp, and what was counted."""

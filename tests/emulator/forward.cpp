@@ -4,12 +4,15 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "device.h"
 #include "dispatch.h"
 #include "launch.h"
 #include "sm80/schedule.h"
 #include "sm90/schedule.h"
+#include "splits.h"
 #include "tensor_copy.h"
 
 using namespace flash_cute;
@@ -31,8 +34,9 @@ struct CForward {
   int32_t workers;
   double softmax_scale;
   int64_t window_left, window_right, diagonal_offset;
-  int64_t smem_limit;
   int64_t arch;
+  int64_t smem_limit;
+  int64_t splits;
   int32_t capability_major;  // of the device
   int32_t multiprocessors;
   int32_t refuses_tensor_maps;
@@ -78,6 +82,25 @@ const char* cudaGetErrorString(cudaError_t) { return "none"; }
 __attribute__((visibility("default"))) const char* describe_build() {
   static const std::string description = build_info();
   return description.c_str();
+}
+
+// Into how many parts a device of so many multiprocessors, which lends a block `smem_limit` bytes,
+// splits the keys; of how many keys each goes to `keys`.
+__attribute__((visibility("default"))) int splits_of(int batch, int heads, int heads_kv, int len_q,
+                                                     int len_k, int head_dim, int window_left,
+                                                     int window_right, int multiprocessors,
+                                                     int smem_limit, int32_t* keys) {
+  FwdParams params{};
+  params.batch = batch;
+  params.heads_q = heads;
+  params.heads_per_kv_head = heads / heads_kv;
+  params.len_q = len_q;
+  params.len_k = len_k;
+  set_band(params, window_left, window_right, len_k - len_q);
+  const FwdRow& row = kFwdSm80[select_fwd_sm80(head_dim, smem_limit)];
+  const KeySplits splits = choose_splits(params, row, multiprocessors, 0);
+  *keys = splits.keys;
+  return splits.count;
 }
 
 // Which thread blocks get which tiles, of `block_m` rows: for each block in turn, its tiles go to
@@ -156,9 +179,17 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
                       {1, call->q.sizes[0], heads},
                       {0, heads * rows * 4, rows * 4},
                       rows * 4});
+  std::vector<std::unique_ptr<float4[]>> workspaces;
+  auto allocate = [&](int64_t bytes) {
+    workspaces.push_back(std::make_unique<float4[]>(bytes / sizeof(float4) + 1));
+    void* data = workspaces.back().get();
+    session.global.add(
+        {"workspace", GlobalMemory::Use::kWorkspace, data, {1, 1, 1}, {0, 0, 0}, bytes});
+    return data;
+  };
   auto launch = [&] {
-    launch_fwd(params, call->is_half ? DType::kHalf : DType::kBFloat16, mask, call->smem_limit,
-               call->arch, kDevice, nullptr);
+    launch_fwd(params, call->is_half ? DType::kHalf : DType::kBFloat16, mask,
+               {call->arch, call->smem_limit, call->splits}, kDevice, nullptr, allocate);
   };
   current_call = call;
   emulator::refuses_tensor_maps = call->refuses_tensor_maps;

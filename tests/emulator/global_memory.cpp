@@ -21,20 +21,22 @@ void GlobalMemory::add(const Tensor& t) {
       for (int64_t k = 0; k < t.sizes[2]; ++k) {
         const uintptr_t begin = data + i * t.strides[0] + j * t.strides[1] + k * t.strides[2];
         rows_.push_back({begin, begin + t.row_bytes, t.name, t.use, {i, j, k}, cells_});
-        if (t.use == Use::kOutput) cells_ += t.row_bytes / kCellBytes;
+        if (t.use != Use::kInput) cells_ += t.row_bytes / kCellBytes;
       }
     }
   }
 }
 
-void GlobalMemory::finish() {
+void GlobalMemory::begin_launch() {
   auto before = [](const Row& a, const Row& b) {
     return std::tie(a.begin, a.end) < std::tie(b.begin, b.end);
   };
   std::stable_sort(rows_.begin(), rows_.end(), before);
   auto same = [](const Row& a, const Row& b) { return a.begin == b.begin && a.end == b.end; };
   rows_.erase(std::unique(rows_.begin(), rows_.end(), same), rows_.end());
-  written_ = std::make_unique<std::atomic<bool>[]>(cells_);
+  std::vector<std::atomic<uint8_t>> written(cells_);
+  for (size_t i = 0; i < written_.size(); ++i) written[i] = written_[i] ? kBefore : kNever;
+  written_ = std::move(written);
 }
 
 const GlobalMemory::Row* GlobalMemory::row_of(const void* address, int bytes) const {
@@ -67,6 +69,15 @@ std::string GlobalMemory::check_read(const void* address, int bytes, int alignme
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
   if (row->use == Use::kOutput) return "of the output " + name(*row) + ", which is not to be read";
+  if (row->use == Use::kWorkspace) {
+    const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
+    for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
+      if (written_[row->first_cell + i] != kBefore) {
+        return "byte " + std::to_string(i * kCellBytes) + " of " + name(*row) +
+               ", which no launch before has written";
+      }
+    }
+  }
   return "";
 }
 
@@ -77,7 +88,7 @@ std::string GlobalMemory::write(const void* address, int bytes) {
   if (row->use == Use::kInput) return "of the input " + name(*row);
   const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
   for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
-    if (written_[row->first_cell + i].exchange(true, std::memory_order_relaxed)) {
+    if (written_[row->first_cell + i].exchange(kInThisLaunch, std::memory_order_relaxed)) {
       return "of " + name(*row) + ", which has been written already";
     }
   }

@@ -11,10 +11,11 @@ namespace flash_cute::emulator {
 
 class GlobalMemory {
  public:
-  enum class Use { kInput, kOutput };
+  enum class Use { kInput, kOutput, kWorkspace };
 
-  // A tensor of up to 3 dimensions of rows; strides in bytes. Every byte of an output must be
-  // written exactly once, and an output is never read.
+  // A tensor of up to 3 dimensions of rows; strides in bytes. Every byte of an output and of a
+  // workspace must be written exactly once. An output is never read, a workspace by launches after
+  // the one that has written it.
   struct Tensor {
     const char* name;
     Use use;
@@ -24,8 +25,8 @@ class GlobalMemory {
     int64_t row_bytes;
   };
 
-  void add(const Tensor& tensor);
-  void finish();  // after the last `add`
+  void add(const Tensor& tensor);  // between launches
+  void begin_launch();
 
   // Nothing if `address` may be used so, else what is wrong with it.
   std::string check_read(const void* address, int bytes) const {
@@ -34,7 +35,7 @@ class GlobalMemory {
   std::string check_read(const void* address, int bytes, int alignment) const;
   std::string write(const void* address, int bytes);
 
-  // What of the outputs nobody has written; nothing if all is there.
+  // What of the outputs and workspaces nobody has written; nothing if all is there.
   std::string unwritten() const;
 
  private:
@@ -44,14 +45,15 @@ class GlobalMemory {
     const char* tensor;
     Use use;
     int64_t at[3];
-    int64_t first_cell;  // in `written_`, of an output's row
+    int64_t first_cell;  // in `written_`, of what is no input
   };
+  enum Written : uint8_t { kNever, kInThisLaunch, kBefore };
   const Row* row_of(const void* address, int bytes) const;
   static std::string name(const Row& row);
   std::string nearest(const void* address) const;
 
   std::vector<Row> rows_;  // by address; where rows of inputs coincide, one of them
-  std::unique_ptr<std::atomic<bool>[]> written_;
+  std::vector<std::atomic<uint8_t>> written_;
   int64_t cells_ = 0;
 };
 

@@ -40,12 +40,11 @@ __attribute__((visibility("default"))) const char* check_global_write(const void
 void run_grid(const char* name, int64_t blocks, int threads, int shared_bytes, Kernel kernel,
               const void* params, int params_bytes) {
   Session& session = *current;
+  session.global.begin_launch();
   if (other_machine) {
-    std::string failure = "the kernel failed";
-    if (other_machine(name, blocks, threads, shared_bytes, params, params_bytes)) {
-      failure = session.global.unwritten();
+    if (!other_machine(name, blocks, threads, shared_bytes, params, params_bytes)) {
+      throw std::runtime_error("the kernel failed");
     }
-    if (!failure.empty()) throw std::runtime_error(failure);
     return;
   }
   const Launch launch{kernel,       params,       params_bytes,   threads,
@@ -71,17 +70,17 @@ void run_grid(const char* name, int64_t blocks, int threads, int shared_bytes, K
   }
   work();
   for (std::thread& other : others) other.join();
-  if (failure.empty()) failure = session.global.unwritten();
   if (!failure.empty()) throw std::runtime_error(failure);
 }
 
 int run_session(Session& session, const std::function<void()>& body, Counters* counters,
                 char* error, size_t error_bytes) {
-  session.global.finish();
+  session.global.begin_launch();
   current = &session;
   std::string failure;
   try {
     body();
+    failure = session.global.unwritten();
   } catch (const std::exception& e) {
     failure = e.what();
   }

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path += [str(tests), str(tests.parent)]
 
 import torch
-from build_emulator import BUILD, ROOT, SOURCES, Library, build, write
+from build_emulator import BUILD, ROOT, SOURCES, SPLITS, Library, build, write
 from cases import check
 from emulator import EmulationError, Emulator
 from support import poisoned, random_inputs, rising_inputs
@@ -30,6 +30,8 @@ COPY = "common/copy.h"
 MASK = "common/mask.h"
 TILE = "common/tile.h"
 ORDER = "common/tile_order.h"
+SEQUENCE = "common/sequence.h"
+COMBINE = "common/combine_kernel.h"
 SOFTMAX = "common/online_softmax.h"
 SM90_KERNEL = "sm90/fwd_kernel.h"
 SM90_MAINLOOP = "sm90/fwd_mainloop.h"
@@ -67,6 +69,7 @@ class Fault:
             head_dims=(self.head_dim,),
             dtypes=("bf16",),
             masks=("banded",),
+            combines=any(file == COMBINE for file, _, _ in self.edits),
         )
 
     def emulator(self, path: Path) -> Emulator:
@@ -76,7 +79,7 @@ class Fault:
     def plant(self) -> Library:
         """Writes the copy with the fault in it."""
         edited = {file for file, _, _ in self.edits}
-        for source in sorted((ROOT / SOURCES).rglob("*.h")):
+        for source in sorted([*(ROOT / SOURCES).rglob("*.h"), ROOT / SOURCES / SPLITS]):
             name = source.relative_to(ROOT / SOURCES).as_posix()
             text = source.read_text()
             for file, old, new in self.edits:
@@ -229,7 +232,7 @@ FAULTS = [
     Fault(
         "LSE in base 2",
         WRONG,
-        [(SOFTMAX, "platform::log2(sum)) * kLn2;", "platform::log2(sum)) * (0.f * kLn2 + 1.f);")],
+        [(SOFTMAX, "log2(row.sum)) * kLn2;", "log2(row.sum)) * (0.f * kLn2 + 1.f);")],
     ),
     # CuTe fills fragments with zeros of its own accord: to leave `clear` out alone is no fault.
     Fault(
@@ -269,12 +272,18 @@ FAULTS = [
     Fault(
         "store past the last row of O",
         BOUNDS,
-        [(EPILOGUE, "if (exists && column", "if (column")],
+        [
+            (
+                EPILOGUE,
+                "if (exists && column < params.head_dim) {\n              copy(gmem",
+                "if (column < params.head_dim) {\n              copy(gmem",
+            )
+        ],
     ),
     Fault(
         "store past the last row of the LSE",
         "written already",  # it is the first row of the head behind
-        [(EPILOGUE, "exists(row, len_q)", "exists(row, len_q + 1)")],
+        [(EPILOGUE, "exists(row, len_q)) visit", "exists(row, len_q + 1)) visit")],
     ),
     Fault(
         "load past the last row of Q",
@@ -320,7 +329,7 @@ FAULTS = [
     Fault(
         "log-sum-exp of another row",
         WRONG,
-        [(SOFTMAX, "limit = r == row ? limit_[r] : limit;", "")],
+        [(SOFTMAX, "result.limit = r == row ? limit_[r] : result.limit;", "")],
     ),
     Fault(
         "sections that begin with the same head",
@@ -397,6 +406,64 @@ FAULTS = [
                 EPILOGUE,
                 "platform::sync_block();  // O is",
                 "if (thread < Traits::kThreads / 2) platform::sync_block();  // O is",
+            )
+        ],
+    ),
+    # Of keys in parts.
+    Fault(
+        "values of the first part for all",
+        WRONG,
+        [(COPY, "params.v, batch, kv_head, sequence.first_key", "params.v, batch, kv_head, 0")],
+    ),
+    Fault(
+        "mask of the first part for all",
+        WRONG,
+        [(MASK, "params.band_end - sequence.first_key", "params.band_end")],
+    ),
+    Fault(
+        "last part as long as the others",
+        BOUNDS,
+        [(SEQUENCE, ", params.len_k - first_key)", ", params.len_k)")],
+    ),
+    Fault(
+        "parts in one place",
+        "written already",
+        [(EPILOGUE, "tile.batch += tile.split * params.batch;", "")],
+    ),
+    Fault(
+        "part stored past the last row",
+        f"{BOUNDS}|written already",
+        [(EPILOGUE, "exists = query_rows.exists(row, len_q);", "exists = true;")],
+    ),
+    Fault(
+        "parts that weigh what they weigh alone",
+        WRONG,
+        [(COMBINE, "row.sum * reference.rescale(row.limit, limit)", "row.sum")],
+    ),
+    Fault(
+        "part left out",
+        WRONG,
+        [(COMBINE, "int split = first; split <", "int split = first + 1; split <")],
+    ),
+    Fault(
+        "parts' weights read before they are there",
+        f"{RACE}|{UNWRITTEN}",
+        [
+            (
+                COMBINE,
+                "platform::sync_block();\n\n    // A thread has",
+                "// A thread has",
+            )
+        ],
+    ),
+    Fault(
+        "combined before all is there",
+        f"{RACE}|{UNWRITTEN}",
+        [
+            (
+                COMBINE,
+                "platform::sync_block();\n\n    // And now",
+                "// And now",
             )
         ],
     ),
@@ -705,6 +772,13 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
             return str(error)
         if counters.load_matrix.conflicts:
             return f"bank conflicts of ldmatrix: {counters.load_matrix}"
+    # Keys in parts: a row for each query, and rows of heads that share them.
+    for len_q, splits in ((150, 2), (5, 4)):
+        inputs = random_inputs(2, 6, len_q, head_dim, heads_kv=2, len_k=333, dtype=torch.bfloat16)
+        try:
+            check(emulator, *map(poisoned, inputs), True, splits=splits)
+        except AssertionError as error:
+            return str(error)
     return ""
 
 

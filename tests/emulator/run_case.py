@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float)
     parser.add_argument("--seed", type=int, default=0, help="decides the order of threads")
     parser.add_argument("--smem-limit", type=int, default=0, help="chooses sm80's row of the table")
+    parser.add_argument("--splits", type=int, default=0, help="into how many parts keys are split")
     parser.add_argument("--multiprocessors", type=int, default=132, help="few: many tiles a block")
     parser.add_argument("--optimised", action="store_true", help="as the tests compile it")
     args = parser.parse_args()
@@ -57,6 +58,7 @@ def main() -> None:
     options = {
         "seed": args.seed,
         "smem_limit": args.smem_limit,
+        "splits": args.splits,
         "multiprocessors": args.multiprocessors,
     }
     print(check(emulator, *map(poisoned, inputs), args.causal, args.scale, **options)[2])

@@ -43,6 +43,18 @@ def test_every_other_device_gets_sm80(default, sm90, capability_major):
         sm90.forward(*inputs(), SCALE, capability_major=capability_major)
 
 
+def test_keys_that_are_split_go_to_sm80(default, sm90):
+    q, k, v = random_inputs(1, 2, 1, 64, heads_kv=1, len_k=5000, dtype=torch.bfloat16)
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(q, k, v, SCALE)
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(*inputs(), SCALE, splits=2)
+    whole, named = (e.forward(q, k, v, SCALE, splits=1)[0] for e in (default, sm90))
+    assert torch.equal(whole, named)
+    with pytest.raises(EmulationError, match=r"arch is 90, but .*alone split the keys"):
+        sm90.forward(q, k, v, SCALE, splits=2)
+
+
 @pytest.mark.parametrize("case", NOT_FOR_SM90)
 def test_what_sm90_cannot_read_goes_to_sm80(default, sm90, case):
     change, scale, reason = NOT_FOR_SM90[case]

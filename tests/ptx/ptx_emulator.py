@@ -61,16 +61,18 @@ class PtxEmulator(Emulator):
         """The kernel `flash_cute_kernel<Kernel>`, by the mangled name of the type Kernel."""
         if type_name in self._programs:
             return self._programs[type_name]
-        wanted = _unnumbered(type_name).split("9FwdKernel")[1].rstrip("E")
-        arch = f"4sm{self.arch}"
+        # Such as 4sm809FwdKernel and 13CombineKernel, with their template arguments.
+        found = re.search(r"(4sm\d\d)?\d+[A-Z]\w+Kernel.*", _unnumbered(type_name))
+        assert found, type_name
+        wanted = found[0].rstrip("E")
 
         def is_wanted(name: str) -> bool:
-            return arch in name and wanted in _unnumbered(name)
+            return wanted in _unnumbered(name)
 
-        found = [kernel for text in self.ptx for kernel in parse(text, is_wanted)]
-        if len(found) != 1:
-            raise LookupError(f"{len(found)} kernels of the type {type_name}")
-        self._programs[type_name] = compile_kernel(found[0])
+        kernels = [kernel for text in self.ptx for kernel in parse(text, is_wanted)]
+        if len(kernels) != 1:
+            raise LookupError(f"{len(kernels)} kernels of the type {type_name}")
+        self._programs[type_name] = compile_kernel(kernels[0])
         return self._programs[type_name]
 
 

@@ -418,7 +418,7 @@ def width_of(address: Operand) -> Any:
 def load(modifiers: list[str], operands: list[Operand]) -> Step | None:
     target, source = operands
     access = parse_access(modifiers, target)
-    if access is None or access[0] == "global":
+    if access is None:
         return None
     space, dtype = access
     writes, at = [writer(one) for one in elements(target)], address_reader(source, width_of(source))
@@ -431,6 +431,9 @@ def load(modifiers: list[str], operands: list[Operand]) -> Step | None:
         if space == "shared":
             units = warp.block.shared_in_units(size)
             data[active] = units[warp.block.shared_index(where, size)]
+        elif space == "global":
+            memory = warp.block.grid.memory
+            data[active] = [memory.read(int(address), size, size) for address in where]
         else:
             data[active] = [warp.block.param(int(address), size) for address in where]
         for i, write in enumerate(writes):

@@ -67,6 +67,22 @@ def test_groups_of_heads(sm80, sm90, heads, len_q, is_causal):
     check(sm90[BF16], *map(poisoned, inputs), is_causal, multiprocessors=2)
 
 
+@BOTH_MASKS
+@pytest.mark.parametrize("head_dim, heads, len_q", [(64, 2, 70), (40, 6, 3), (128, 8, 1)])
+def test_keys_in_parts(sm80, head_dim, heads, len_q, is_causal):
+    inputs = random_inputs(2, heads, len_q, head_dim, heads_kv=2, len_k=333, dtype=BF16)
+    for splits in (2, 5):
+        check(sm80[BF16], *map(poisoned, inputs), is_causal, splits=splits)
+
+
+def test_keys_in_parts_of_other_tiles(sm80):
+    """Of which several warps share the rows."""
+    inputs = random_inputs(1, 2, 5, 256, heads_kv=1, len_k=150, dtype=BF16)
+    check(sm80[BF16], *map(poisoned, inputs), True, smem_limit=166912, splits=2)
+    inputs = random_inputs(1, 1, 5, 64, len_k=150, dtype=FP16)
+    check(sm80[FP16], *map(poisoned, inputs), True, 1e6, splits=2)
+
+
 def test_expanded_and_strided(sm80, sm90):
     q, k, v = random_inputs(2, 3, 70, 64, dtype=BF16)
     k = k[:, :1].clone().expand(2, 3, 70, 64)

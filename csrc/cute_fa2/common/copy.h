@@ -4,6 +4,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/platform.h"
+#include "common/sequence.h"
 #include "common/tile.h"
 #include "params.h"
 
@@ -96,13 +97,13 @@ class DenseKeysValues {
   using ShapeV = typename Traits::ShapeV;
 
  public:
-  CUTE_DEVICE DenseKeysValues(const FwdParams& params, int batch, int kv_head, int len_k,
+  CUTE_DEVICE DenseKeysValues(const FwdParams& params, int batch, int kv_head, Sequence sequence,
                               unsigned thread)
       : params_(params),
         thread_(thread),
-        len_k_(len_k),
-        keys_(matrix(params.k, batch, kv_head)),
-        values_(matrix(params.v, batch, kv_head)) {}
+        len_k_(sequence.len_k),
+        keys_(matrix(params.k, batch, kv_head, sequence.first_key)),
+        values_(matrix(params.v, batch, kv_head, sequence.first_key)) {}
 
   // The tile of block `n_block`, of which all rows exist if kIsWhole: those of the last block may
   // not.
@@ -117,11 +118,11 @@ class DenseKeysValues {
   }
 
  private:
-  // Of one head.
+  // Of one head, from row `row` on.
   template <class View>
-  static CUTE_DEVICE const Element* matrix(const View& view, int batch, int kv_head) {
+  static CUTE_DEVICE const Element* matrix(const View& view, int batch, int kv_head, int row) {
     return static_cast<const Element*>(view.data) + batch * view.stride_batch +
-           kv_head * view.stride_head;
+           kv_head * view.stride_head + row * view.stride_row;
   }
 
   template <bool kIsWhole, class Shape, class Target>

@@ -22,8 +22,8 @@ class Mask {
  public:
   CUTE_HOST_DEVICE Mask(const FwdParams& params, Sequence sequence, const QueryRows& query_rows)
       : len_k_(sequence.len_k),
-        band_begin_(params.band_begin),
-        band_end_(params.band_end),
+        band_begin_(params.band_begin - sequence.first_key),
+        band_end_(params.band_end - sequence.first_key),
         query_rows_(query_rows) {}
 
   CUTE_HOST_DEVICE int begin(int row) const {

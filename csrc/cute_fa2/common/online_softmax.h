@@ -38,19 +38,59 @@ struct RowsOfQuads {
   }
 };
 
-// The running statistics of kRows rows. Scores are raw products; with c = scale_log2 > 0 a score s
-// weighs 2^(c s - reference). The reference is c times the row's maximum as it was when last
-// raised: it follows the maximum only where a weight would exceed 2^kSlackLog2, as each rise costs
-// a rescaling of O. Several threads hold each row (`holders`): the reference is that of the whole
-// row, the sum that of the thread's own columns until `normalize`.
+// What a row's weights are relative to, by its limit. Scores are raw products; with c = scale_log2
+// > 0 a score s weighs 2^(c s - reference).
 //
 // Without kAnyScale, scales for which FwdParams::subtract_max_first holds are left to others.
+template <bool kAnyScale = true>
+class Reference {
+ public:
+  CUTE_DEVICE explicit Reference(const FwdParams& params) : params_(params) {}
+
+  // What is c times the maximum but for the rounding of the two steps does as well as a reference,
+  // if only all use the same. Of a row that has seen no key: no score is below it, and -inf -
+  // reference is -inf, not NaN.
+  CUTE_DEVICE float of(float limit) const {
+    constexpr float kLowest = std::numeric_limits<float>::lowest();
+    return fmaxf(fmaf(limit, params_.scale_log2, -FwdParams::kSlackLog2), kLowest);
+  }
+
+  // By what weights relative to the reference of one limit are multiplied, to be relative to that
+  // of another, which is no lower.
+  CUTE_DEVICE float rescale(float from, float to) const {
+    return platform::exp2(kAnyScale && params_.subtract_max_first
+                              ? (from - finite(to)) * params_.scale_log2
+                              : of(from) - of(to));
+  }
+
+  // The log-sum-exp (natural logarithm) of a row; -inf without a key.
+  CUTE_DEVICE float lse(RowStatistics row) const {
+    constexpr float kLn2 = 0.693147180559945309f;
+    const float log2_weight =
+        kAnyScale && params_.subtract_max_first ? row.limit * params_.scale_log2 : of(row.limit);
+    return row.sum == 0.f ? -INFINITY : (log2_weight + platform::log2(row.sum)) * kLn2;
+  }
+
+  // 0 for -inf, as -inf - -inf is NaN.
+  static CUTE_DEVICE float finite(float limit) { return limit == -INFINITY ? 0.f : limit; }
+
+ private:
+  const FwdParams& params_;  // read where needed: a constant-bank operand costs no register
+};
+
+// The running statistics of kRows rows. The reference is c times the row's maximum as it was when
+// last raised: it follows the maximum only where a weight would exceed 2^kSlackLog2, as each rise
+// costs a rescaling of O. Several threads hold each row (`holders`): the reference is that of the
+// whole row, the sum that of the thread's own columns until `normalize`.
 template <int kRows_, bool kAnyScale = true>
 class OnlineSoftmax {
  public:
   static constexpr int kRows = kRows_;
 
-  CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params) : params_(params) { start(); }
+  CUTE_DEVICE explicit OnlineSoftmax(const FwdParams& params)
+      : params_(params), reference_(params) {
+    start();
+  }
 
   // Rows that have seen no score yet.
   CUTE_DEVICE void start() {
@@ -111,13 +151,12 @@ class OnlineSoftmax {
     for (int r = kSkippedRows; r < kRows; ++r) {
       const float max = row_max[r - kSkippedRows];
       const float limit = max > limit_[r] ? max + params_.slack : limit_[r];
+      rescale_[r] = reference_.rescale(limit_[r], limit);
       if (kAnyScale && params_.subtract_max_first) {
-        rescale_[r] = platform::exp2((limit_[r] - finite(limit)) * params_.scale_log2);
         CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c)
-          scores(r - kSkippedRows, c) -= finite(limit);
-      } else {
-        rescale_[r] = platform::exp2(reference(limit_[r]) - reference(limit));
+        for (int c = 0; c < cute::size<1>(scores); ++c) {
+          scores(r - kSkippedRows, c) -= reference_.finite(limit);
+        }
       }
       limit_[r] = limit;
       sum_[r] *= rescale_[r];
@@ -161,7 +200,7 @@ class OnlineSoftmax {
     Subtrahends result;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      result.of_row[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference(limit_[r]);
+      result.of_row[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference_.of(limit_[r]);
     }
     return result;
   }
@@ -198,31 +237,20 @@ class OnlineSoftmax {
     }
   }
 
-  // After `normalize`: the log-sum-exp (natural logarithm) of row `row`, which threads choose each
-  // for itself; -inf without a key.
-  CUTE_DEVICE float lse(int row) const {
-    float limit = limit_[0], sum = sum_[0];
+  // After `normalize`, of row `row`, which threads choose each for itself: what it has come to, and
+  // its log-sum-exp.
+  CUTE_DEVICE float lse(int row) const { return reference_.lse(statistics(row)); }
+  CUTE_DEVICE RowStatistics statistics(int row) const {
+    RowStatistics result{limit_[0], sum_[0]};
     CUTE_UNROLL
     for (int r = 1; r < kRows; ++r) {
-      limit = r == row ? limit_[r] : limit;
-      sum = r == row ? sum_[r] : sum;
+      result.limit = r == row ? limit_[r] : result.limit;
+      result.sum = r == row ? sum_[r] : result.sum;
     }
-    constexpr float kLn2 = 0.693147180559945309f;
-    const float log2_weight =
-        kAnyScale && params_.subtract_max_first ? limit * params_.scale_log2 : reference(limit);
-    return sum == 0.f ? -INFINITY : (log2_weight + platform::log2(sum)) * kLn2;
+    return result;
   }
 
  private:
-  // Of a row that has seen no key: no score is below it, and -inf - reference is -inf, not NaN.
-  static constexpr float kLowest = std::numeric_limits<float>::lowest();
-
-  // The limit is what the row keeps. What is c times the maximum but for the rounding of the two
-  // steps does as well as a reference, if only all use the same.
-  CUTE_DEVICE float reference(float limit) const {
-    return fmaxf(fmaf(limit, params_.scale_log2, -FwdParams::kSlackLog2), kLowest);
-  }
-
   // Whether a score of row `row` exceeds `limit`, or might. Numbers of which one at least is not
   // negative are in the order of their bits, taken for integers; and of three integers Hopper finds
   // the greatest in one instruction.
@@ -236,14 +264,12 @@ class OnlineSoftmax {
     return greatest > std::bit_cast<int>(limit) || limit < 0.f;
   }
 
-  // 0 for -inf, as -inf - -inf is NaN.
-  static CUTE_DEVICE float finite(float limit) { return limit == -INFINITY ? 0.f : limit; }
-
   // A score above its row's limit makes the reference rise; -inf before the first key.
   float limit_[kRows];
   float sum_[kRows];
   float rescale_[kRows];     // of the last raise
   const FwdParams& params_;  // read where needed: a constant-bank operand costs no register
+  Reference<kAnyScale> reference_;
 };
 
 }  // namespace flash_cute

@@ -28,7 +28,7 @@ class TileOrder {
                         int block_m, int last_rows, int section) {
     const int row_count = query_rows.count(params.len_q);
     const int m_blocks = query_rows.m_blocks(params.len_q, block_m);
-    const int heads = query_rows.heads() * params.batch;
+    const int heads = query_rows.heads() * params.batch * params.splits.count;
     section *= query_rows.heads_per_kv_head();
 
     // Of a tile if it had `tile_rows`: rows by keys.
@@ -54,6 +54,7 @@ class TileOrder {
     order.section_ = cutlass::FastDivmod(section);
     order.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
     order.heads_ = cutlass::FastDivmod(query_rows.heads());
+    order.batch_ = cutlass::FastDivmod(params.batch);
     return order;
   }
 
@@ -72,16 +73,17 @@ class TileOrder {
   CUTE_DEVICE TileCoord tile(int index) const {
     const int after_first = index - first_section_tiles();
     const bool is_first = after_first < 0;
-    int section, in_section, m, head_in_section, batch, head;
+    int section, in_section, m, head_in_section, batch_of_split, head, split, batch;
     section_tiles_(section, in_section, is_first ? 0 : after_first);
     if (is_first) in_section = index;
     const int head0 = is_first ? 0 : first_section_.divisor + section * section_.divisor;
     (is_first ? first_section_ : section_)(m, head_in_section, in_section);
-    heads_(batch, head, head0 + head_in_section);
+    heads_(batch_of_split, head, head0 + head_in_section);
+    batch_(split, batch, batch_of_split);
     const int m_block = from_first_         ? m
                         : m == before_last_ ? m_blocks_ - 1
                                             : m_blocks_ - 1 - m - (m < before_last_);
-    return {m_block, head, batch};
+    return {m_block, head, batch, split};
   }
 
  private:
@@ -93,6 +95,7 @@ class TileOrder {
   cutlass::FastDivmod section_;
   cutlass::FastDivmod section_tiles_;
   cutlass::FastDivmod heads_;
+  cutlass::FastDivmod batch_;
 };
 
 }  // namespace flash_cute

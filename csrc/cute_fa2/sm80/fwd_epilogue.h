@@ -38,15 +38,9 @@ struct FwdEpilogue {
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
-    // Of the four who hold the first columns, each has one of their two or four rows.
-    static_assert(Softmax::kRows <= 4);
-    const int mine = static_cast<int>(get<1>(tOcO(0, 0))) / 2;
-    if (mine < Softmax::kRows) {
-      const int row = row0 + static_cast<int>(get<0>(tOcO(mine, 0)));
-      if (query_rows.exists(row, len_q)) {
-        *query_rows.find<float>(params.lse, tile, row) = softmax.lse(mine);
-      }
-    }
+    visit_rows<Softmax>(query_rows, row0, len_q, tOcO, [&](int row, int mine) {
+      *query_rows.find<float>(params.lse, tile, row) = softmax.lse(mine);
+    });
 
     platform::sync_block();  // O is in shared memory, from all warps
     typename Traits::GmemCopyO gmem_copy;
@@ -66,6 +60,54 @@ struct FwdEpilogue {
             }
           }
         });
+  }
+
+  // The same of a part of the keys: O in fp32, straight from registers, and the rows' statistics.
+  template <class Out, class Softmax>
+  static CUTE_DEVICE void run_split(const Arguments& arguments, TileCoord tile, int len_q,
+                                    Out& tOrO, const Softmax& softmax) {
+    using namespace cute;
+    const FwdParams& params = arguments.params;
+    const QueryRows& query_rows = arguments.query_rows;
+    const int row0 = tile.m_block * Traits::kBlockM;
+    tile.batch += tile.split * params.batch;
+    auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
+        TiledMma{}.get_slice(platform::thread_index()).partition_C(make_identity_tensor(ShapeO{})));
+    visit_rows<Softmax>(query_rows, row0, len_q, tOcO, [&](int row, int mine) {
+      *query_rows.find<RowStatistics>(params.splits.rows, tile, row) = softmax.statistics(mine);
+    });
+    auto out = as_matrix(tOrO);  // (rows, columns)
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(out); ++r) {
+      const int row = row0 + static_cast<int>(get<0>(tOcO(r, 0)));
+      const bool exists = query_rows.exists(row, len_q);
+      float* to = query_rows.find<float>(params.splits.out, tile, row);
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(out); c += 2) {
+        const int column = get<1>(tOcO(r, c));
+        auto pair = make_tensor<float>(_2{});  // of columns that lie together
+        pair(0) = out(r, c);
+        pair(1) = out(r, c + 1);
+        if (exists && column < params.head_dim) {
+          copy(Copy_Atom<UniversalCopy<uint64_t>, float>{}, pair,
+               make_tensor(make_gmem_ptr(to + column), Shape<_2>{}));
+        }
+      }
+    }
+  }
+
+ private:
+  // Calls visit(row, which of the thread's rows it is) for the rows that this thread is to say
+  // something of: of the four who hold the first columns, each has one of their two or four rows.
+  template <class Softmax, class Coords, class Visit>
+  static CUTE_DEVICE void visit_rows(const QueryRows& query_rows, int row0, int len_q,
+                                     const Coords& tOcO, const Visit& visit) {
+    using namespace cute;
+    static_assert(Softmax::kRows <= 4);
+    const int mine = static_cast<int>(get<1>(tOcO(0, 0))) / 2;
+    if (mine >= Softmax::kRows) return;
+    const int row = row0 + static_cast<int>(get<0>(tOcO(mine, 0)));
+    if (query_rows.exists(row, len_q)) visit(row, mine);
   }
 };
 

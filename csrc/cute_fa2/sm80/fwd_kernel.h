@@ -27,12 +27,12 @@ struct FwdKernel {
     const FwdParams& params = arguments.params;
     const QueryRows& query_rows = arguments.query_rows;
     const TileCoord tile = tile_of(arguments, platform::block_index());
-    const Sequence sequence(params);
+    const Sequence sequence(params, tile.split);
     const Mask<kMask> mask(params, sequence, query_rows);
 
     const DenseKeysValues<Traits> keys_values(params, tile.batch,
                                               platform::same_in_warp(query_rows.kv_head(tile.head)),
-                                              sequence.len_k, platform::thread_index());
+                                              sequence, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
@@ -44,14 +44,18 @@ struct FwdKernel {
     // Where the tile is, worked out again: it would hold registers all along.
     const TileCoord done =
         tile_of(arguments, platform::computed_here(platform::block_index(), sequence.len_q));
-    Epilogue::run(arguments, done, sequence.len_q, smem, tOrO, softmax);
+    if (params.splits.count == 1) {
+      Epilogue::run(arguments, done, sequence.len_q, smem, tOrO, softmax);
+    } else {
+      Epilogue::run_split(arguments, done, sequence.len_q, tOrO, softmax);
+    }
   }
 
  private:
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int block) {
     const TileCoord tile = arguments.schedule.tile(block);
     return {platform::same_in_warp(tile.m_block), platform::same_in_warp(tile.head),
-            platform::same_in_warp(tile.batch)};
+            platform::same_in_warp(tile.batch), platform::same_in_warp(tile.split)};
   }
 };
 

@@ -18,7 +18,7 @@ void launch(const FwdParams& params, MaskKind mask, int device, cudaStream_t str
   constexpr int kBlockM = Kernel::Traits::kBlockM;
   const QueryRows query_rows = QueryRows::make(params, kBlockM);
   check_grid(int64_t{query_rows.m_blocks(params.len_q, kBlockM)} * query_rows.heads() *
-             params.batch);
+             params.batch * params.splits.count);
   const Arguments arguments = {
       params, query_rows, Schedule::make(params, query_rows, mask, kBlockM, l2_bytes_of(device))};
   run_grid<Kernel>(arguments, arguments.schedule.blocks(), device, stream);

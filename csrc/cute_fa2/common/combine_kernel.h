@@ -1,0 +1,127 @@
+// What has come of the parts of the keys, as one: a thread block for each query row.
+#pragma once
+
+#include <cutlass/fast_math.h>
+#include <cutlass/numeric_types.h>
+
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "common/layout.h"
+#include "common/online_softmax.h"
+#include "common/platform.h"
+#include "params.h"
+
+namespace flash_cute {
+
+template <DType kDType>
+struct CombineKernel {
+  using Element = std::conditional_t<kDType == DType::kHalf, cutlass::half_t, cutlass::bfloat16_t>;
+
+  struct Traits {
+    static constexpr int kThreads = 256;
+    static constexpr int kMinBlocks = 0;
+    struct SharedMemory {
+      float limits[kThreads / 32];  // of a warp's parts
+      float weights[KeySplits::kMost];
+      // Sums over the parts that came to a thread: of weights, and of the weighted output.
+      float sums[kThreads];
+      alignas(16) float out[kThreads][4];
+    };
+  };
+
+  struct Arguments {
+    FwdParams params;
+    cutlass::FastDivmod len_q;
+    cutlass::FastDivmod heads;
+    cutlass::FastDivmod chunks;  // of four columns
+
+    explicit Arguments(const FwdParams& params)
+        : params(params), len_q(params.len_q), heads(params.heads_q), chunks(params.head_dim / 4) {}
+  };
+
+  static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
+    using namespace cute;
+    using Copy16Bytes = UniversalCopy<uint128_t>;
+    const FwdParams& params = arguments.params;
+    const KeySplits& splits = params.splits;
+    const Reference<> reference(params);
+    const int thread = platform::thread_index();
+    int batch_head, query, batch, head;
+    arguments.len_q(batch_head, query, platform::block_index());
+    arguments.heads(batch, head, batch_head);
+    // Where the row begins of a (batch, heads_q, len_q, ...) tensor, and of part `split`.
+    const auto row_of = [&](const auto& view, int split = 0) {
+      return view.data + (int64_t{split} * params.batch + batch) * view.stride_batch +
+             head * view.stride_head + query * view.stride_row;
+    };
+
+    // What a part weighs, with all brought to the greatest limit.
+    float limit = -INFINITY;
+    for (int split = thread; split < splits.count; split += Traits::kThreads) {
+      limit = fmaxf(limit, row_of(splits.rows, split)->limit);
+    }
+    CUTE_UNROLL
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      limit = fmaxf(limit, platform::shuffle_xor(limit, lanes));
+    }
+    if (thread % 32 == 0) smem.limits[thread / 32] = limit;
+    platform::sync_block();
+    CUTE_UNROLL
+    for (float of_warp : smem.limits) limit = fmaxf(limit, of_warp);
+    for (int split = thread; split < splits.count; split += Traits::kThreads) {
+      const RowStatistics row = *row_of(splits.rows, split);
+      smem.weights[split] = row.sum * reference.rescale(row.limit, limit);
+    }
+    platform::sync_block();
+
+    // A thread has four columns of every so many parts.
+    const int stride = Traits::kThreads / arguments.chunks.divisor;
+    int first, chunk;
+    arguments.chunks(first, chunk, thread);
+    float sum = 0.f;
+    auto out = make_tensor<float>(_4{});
+    clear(out);
+    if (first < stride) {
+      for (int split = first; split < splits.count; split += stride) {
+        auto of_split = make_tensor<float>(_4{});
+        copy(Copy_Atom<Copy16Bytes, float>{},
+             make_tensor(make_gmem_ptr(row_of(splits.out, split) + 4 * chunk), Shape<_4>{}),
+             of_split);
+        const float weight = smem.weights[split];
+        sum += weight;
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) out(i) += weight * of_split(i);
+      }
+    }
+    smem.sums[thread] = sum;
+    copy(Copy_Atom<Copy16Bytes, float>{}, out,
+         make_tensor(make_smem_ptr(smem.out[thread]), Shape<_4>{}));
+    platform::sync_block();
+
+    // And now eight columns of all.
+    const int first_chunk = 2 * thread;
+    if (first_chunk >= arguments.chunks.divisor) return;
+    float total = 0.f;
+    auto result = make_tensor<float>(_8{});
+    clear(result);
+    for (int i = 0; i < stride; ++i) {
+      const int summed = i * arguments.chunks.divisor + first_chunk;
+      total += smem.sums[summed];
+      CUTE_UNROLL
+      for (int c = 0; c < 8; ++c) result(c) += smem.out[summed + c / 4][c % 4];
+    }
+    const float inverse = total == 0.f ? 0.f : platform::reciprocal(total);
+    CUTE_UNROLL
+    for (int c = 0; c < 8; ++c) result(c) *= inverse;
+    auto words = make_tensor<uint32_t>(_4{});  // two columns each
+    convert_to_words<Element>(result, words);
+    Element* to = static_cast<Element*>(params.out.data) + batch * params.out.stride_batch +
+                  head * params.out.stride_head + query * params.out.stride_row + 8 * thread;
+    copy(Copy_Atom<Copy16Bytes, uint32_t>{}, words,
+         make_tensor(make_gmem_ptr(reinterpret_cast<uint32_t*>(to)), Shape<_4>{}));
+    if (thread == 0) *row_of(params.lse) = reference.lse({limit, total});
+  }
+};
+
+}  // namespace flash_cute
