@@ -1,5 +1,5 @@
 // A tile that has no row in csrc/cute_fa2/config.h, as a library of its own, which bench.run times
-// beside the others. bench/tiles.py compiles it with
+// beside the others; keys stay whole. bench/tiles.py compiles it with
 //   FLASH_CUTE_ARCH    80 or 90
 //   FLASH_CUTE_TILE    the members of FwdConfig or FwdSm90Config
 //   FLASH_CUTE_DTYPE   a member of DType

@@ -33,10 +33,11 @@ def main() -> None:
                 flash_cute.forward(q, k, v, is_causal, -0.1, arch="sm80"),
                 ops.fwd(q, k, v, -0.1, *band, SMALL_SHARED_MEMORY),
             )
-            assert_close(
-                ops.fwd(q, k, v, -0.1, *band, splits=2),
-                ops.fwd(q, k, v, -0.1, *band, splits=1),
-            )
+            if len_k > 128:  # more than one block
+                assert_close(
+                    ops.fwd(q, k, v, -0.1, *band, splits=2),
+                    ops.fwd(q, k, v, -0.1, *band, splits=1),
+                )
             if has_sm90:
                 assert_close(
                     flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm90"),

@@ -157,7 +157,7 @@ FEW_TILES = {
     "one query": (1, 8, 2, 1, 20_000, 128),
     "a few": (2, 6, 2, 5, 9_000, 64),
     "one head": (1, 1, 1, 300, 5_000, 256),
-    "odd rows": (3, 4, 4, 1, 4_099, 20),
+    "odd rows": (3, 4, 4, 1, 20_003, 20),
 }
 
 
@@ -196,20 +196,25 @@ def test_keys_in_parts_on_streams_and_in_graphs(few_tiles):
             with torch.cuda.stream(stream):
                 results.append(run(*few_tiles))
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results.append(run(*few_tiles))
-        results.append(run(*few_tiles))
-    graph.replay()
     for result in results:
         assert all(map(torch.equal, result, expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*few_tiles), run(*few_tiles)
+    for sign in (-1, 1):
+        few_tiles[0].mul_(sign)
+        graph.replay()
+        for result in captured:
+            assert all(map(torch.equal, result, run(*few_tiles)))
 
 
 @GPU_KERNELS
-def test_the_first_call_of_a_process_can_be_captured(kernels, tmp_path):
+@pytest.mark.parametrize("len_q, len_k", [(300, 300), (1, 9_000)], ids=["whole", "in parts"])
+def test_the_first_call_of_a_process_can_be_captured(kernels, tmp_path, len_q, len_k):
     program = f"""
 import torch, flash_cute
-q, k, v = torch.randn(3, 1, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
+q = torch.randn(1, 2, {len_q}, 128, device="cuda", dtype=torch.bfloat16)
+k, v = torch.randn(2, 1, 2, {len_k}, 128, device="cuda", dtype=torch.bfloat16)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     captured = flash_cute.forward(q, k, v, True, arch={support.preferred_arch!r})

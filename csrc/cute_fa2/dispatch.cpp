@@ -203,19 +203,22 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choic
     throw std::runtime_error("flash_cute: splits is " + std::to_string(choices.splits) +
                              ": it must be a number of parts, or 0 for the default");
   }
-  // Those of SM90 do not split keys.
   const auto choose_sm80 = [&] {
     const int row = select_row_sm80(params, choices, device);
     return std::pair(
         row, choose_splits(params, kFwdSm80[row], multiprocessors_of(device), choices.splits));
   };
+  // SM90's do not split keys, which is no loss where they keep the GPU busy all the same.
+  const auto leaves_gpu_idle = [&] {
+    const auto [row, splits] = choose_sm80();
+    return splits.count > 1 && 2 * tiles_of(params, kFwdSm80[row]) <= multiprocessors_of(device);
+  };
   if (arch == 90 || (arch == 0 && kSm90IsDefault)) {
     const char* why_not = why_not_sm90(params, mask, choices, device);
-    if (arch == 0 && why_not == nullptr && choose_sm80().second.count > 1) {
-      why_not = "its keys are split";
-    }
     try {
-      if (why_not == nullptr) return launch_sm90(params, dtype, mask, device, stream);
+      if (why_not == nullptr && (arch == 90 || !leaves_gpu_idle())) {
+        return launch_sm90(params, dtype, mask, device, stream);
+      }
     } catch (const sm90::TensorMapRefused& refused) {
       why_not = refused.what();
     }

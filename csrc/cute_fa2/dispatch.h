@@ -19,8 +19,8 @@ struct Choices {
   int64_t splits = 0;      // into how many parts the SM80 kernels split the keys
 };
 
-// Memory of the device, of so many bytes, aligned to 16, that no other work gets before what has
-// been launched until the call returns is done.
+// Gives `bytes` of the device's memory, 16-byte aligned, that nothing else may use until the
+// kernels which this call launches are done.
 using Allocate = std::function<void*(int64_t bytes)>;
 
 // Launches the forward on `stream` of `device`, which is the current device. Where no architecture

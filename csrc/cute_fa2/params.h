@@ -36,11 +36,11 @@ struct alignas(8) RowStatistics {
 
 // Keys in parts of equal length, but for the last, each of which thread blocks of its own work on:
 // so that all of the GPU has work where there are few tiles, as in decoding (splits.h). What comes
-// of the parts is combined afterwards.
+// of the parts is combined afterwards. By default the keys are one part, and no results stand here.
 struct KeySplits {
   static constexpr int kMost = 1024;
-  int count = 1;          // 1: the keys stay whole, and nothing else here is read
-  int keys = kMaxLength;  // of a part
+  int count = 1;
+  int keys = kMaxLength;  // of a part; whole blocks of the tile
   // Of each part: the output in fp32, as (count * batch, heads_q, len_q, head_dim), with part i of
   // batch b at i * batch + b, and (count * batch, heads_q, len_q, 1) statistics.
   TensorView<float*> out{};

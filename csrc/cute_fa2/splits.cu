@@ -13,23 +13,41 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Into how many parts `blocks` blocks of keys are split, where `tiles` tiles see them and `slots`
-// thread blocks run at a time. Time is counted in blocks of keys: a thread block takes some more
-// than its keys do, and combining the parts takes a launch. Both are guesses, which no GPU has been
-// asked about; they are high, and a quarter has to be gained.
-int64_t best_count(int64_t tiles, int64_t blocks, int64_t slots) {
-  constexpr int64_t kOfThreadBlock = 8, kOfCombining = 16, kMostRounds = 4;
-  const auto time = [&](int64_t count) {
-    return ceil_div(count * tiles, slots) * (ceil_div(blocks, count) + kOfThreadBlock) +
-           (count > 1 ? kOfCombining : 0);
-  };
-  int64_t best = 1;
-  for (int64_t rounds = 1; rounds <= kMostRounds; ++rounds) {
-    const int64_t count = std::min(blocks, rounds * slots / tiles);
-    if (count > 1 && 4 * time(count) <= 3 * time(1) && time(count) < time(best)) best = count;
-  }
-  return best;
+int64_t rows_of(const FwdParams& params) {
+  return int64_t{params.batch} * params.heads_q * params.len_q;
 }
+
+// What a call takes, in the time that a multiprocessor full of thread blocks takes for a key of
+// each. These have costs beside their keys, and combining the parts has its own: guesses by a model
+// of the GPU, none of which has been timed.
+struct Cost {
+  int64_t tiles, keys, rows;
+  int multiprocessors, blocks_per_sm;
+
+  double of(int64_t count) const {
+    constexpr double kAlone = 0.7;  // of the time, for what does not fill a multiprocessor
+    constexpr double kOfThreadBlock = 256, kOfCombining = 256, kOfRow = 0.1, kOfRowsPart = 1. / 60;
+    const int64_t blocks = ceil_div(count * tiles, multiprocessors);  // of one multiprocessor
+    const double rounds = blocks / blocks_per_sm + (blocks % blocks_per_sm > 0) * kAlone;
+    const double combining = kOfCombining + rows * (kOfRow + count * kOfRowsPart);
+    return rounds * (ceil_div(keys, count) + kOfThreadBlock) + (count > 1) * combining;
+  }
+
+  // The number of parts that takes least, if that spares a quarter.
+  int64_t best_count() const {
+    constexpr int64_t kMostBlocks = 4;
+    double least = 0.75 * of(1);
+    int64_t best = 1;
+    for (int64_t blocks = 1; blocks <= kMostBlocks; ++blocks) {
+      const int64_t count = blocks * multiprocessors / tiles;
+      if (count > 1 && of(count) < least) {
+        least = of(count);
+        best = count;
+      }
+    }
+    return best;
+  }
+};
 
 // Of what comes of the parts: (parts, batch, heads, rows) and so many elements each.
 template <class Element>
@@ -38,27 +56,31 @@ TensorView<Element*> dense_view(const FwdParams& params, void* memory, int64_t e
   return {static_cast<Element*>(memory), params.heads_q * of_head, of_head, elements};
 }
 
-int64_t rows_of_splits(const FwdParams& params) {
-  return int64_t{params.splits.count} * params.batch * params.heads_q * params.len_q;
-}
+int64_t rows_of_splits(const FwdParams& params) { return params.splits.count * rows_of(params); }
 
 }  // namespace
 
+int64_t tiles_of(const FwdParams& params, const FwdRow& row) {
+  const int block_m = row.config.block_m;
+  const QueryRows query_rows = QueryRows::make(params, block_m);
+  return int64_t{query_rows.m_blocks(params.len_q, block_m)} * query_rows.heads() * params.batch;
+}
+
 KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multiprocessors,
                         int64_t asked) {
-  const int block_m = row.config.block_m, block_n = row.config.block_n;
-  const QueryRows query_rows = QueryRows::make(params, block_m);
+  const int block_n = row.config.block_n;
   const int64_t blocks = ceil_div(params.len_k, block_n);
   // The keys before a window would be parts of their own.
   const bool is_window = params.band_begin > -params.len_q;
   int64_t count = asked;
   if (asked == 0 && !is_window) {
-    const int64_t tiles =
-        int64_t{query_rows.m_blocks(params.len_q, block_m)} * query_rows.heads() * params.batch;
-    count = best_count(tiles, blocks, int64_t{multiprocessors} * row.blocks_per_sm);
+    const Cost cost = {tiles_of(params, row), params.len_k, rows_of(params), multiprocessors,
+                       row.blocks_per_sm};
+    count = cost.best_count();
   }
   count = std::min({count, blocks, int64_t{KeySplits::kMost}});
   if (count <= 1) return {};
+  check_grid(rows_of(params));  // of combine_splits
   const int64_t blocks_each = ceil_div(blocks, count);
   KeySplits splits;
   splits.count = static_cast<int>(ceil_div(blocks, blocks_each));
@@ -78,11 +100,9 @@ void place_splits(FwdParams& params, void* memory) {
 }
 
 void combine_splits(const FwdParams& params, DType dtype, int device, cudaStream_t stream) {
-  const int64_t rows = int64_t{params.batch} * params.heads_q * params.len_q;
-  check_grid(rows);
   dtype_switch(dtype, [&](auto dtype_constant) {
     using Kernel = CombineKernel<dtype_constant()>;
-    run_grid<Kernel>(typename Kernel::Arguments(params), rows, device, stream);
+    run_grid<Kernel>(typename Kernel::Arguments(params), rows_of(params), device, stream);
   });
 }
 

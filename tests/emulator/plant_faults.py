@@ -411,19 +411,19 @@ FAULTS = [
     ),
     # Of keys in parts.
     Fault(
-        "values of the first part for all",
+        "parts that begin with the first key",
         WRONG,
-        [(COPY, "params.v, batch, kv_head, sequence.first_key", "params.v, batch, kv_head, 0")],
+        [(SEQUENCE, "key_begin(split * params.splits.keys)", "key_begin(0)")],
     ),
     Fault(
-        "mask of the first part for all",
+        "parts that end with the last key",
         WRONG,
-        [(MASK, "params.band_end - sequence.first_key", "params.band_end")],
+        [(SEQUENCE, "key_begin + params.splits.keys)", "params.len_k)")],
     ),
     Fault(
         "last part as long as the others",
-        BOUNDS,
-        [(SEQUENCE, ", params.len_k - first_key)", ", params.len_k)")],
+        f"{BOUNDS}|{WRONG}",
+        [(SEQUENCE, "cute::min(params.len_k, key_begin +", "cute::max(0, key_begin +")],
     ),
     Fault(
         "parts in one place",

@@ -51,6 +51,11 @@ def test_keys_that_are_split_go_to_sm80(default, sm90):
         default.forward(*inputs(), SCALE, splits=2)
     whole, named = (e.forward(q, k, v, SCALE, splits=1)[0] for e in (default, sm90))
     assert torch.equal(whole, named)
+    # Three tiles for five multiprocessors: those of sm80 would be split, but sm90 is faster.
+    three = random_inputs(1, 3, 1, 64, len_k=5000, dtype=torch.bfloat16)
+    assert default.forward(*three, SCALE, multiprocessors=5)[2].box_bytes > 0
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(*(x[:, :2] for x in three), SCALE, multiprocessors=5)
     with pytest.raises(EmulationError, match=r"arch is 90, but .*alone split the keys"):
         sm90.forward(q, k, v, SCALE, splits=2)
 

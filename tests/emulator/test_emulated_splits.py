@@ -170,16 +170,15 @@ def shape_of(case: bench_cases.Case) -> tuple[int, ...]:
     return case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.head_dim
 
 
-def thread_blocks(case: bench_cases.Case, gpu: str) -> tuple[int, int]:
-    """Of one part of the keys, and that the GPU runs at a time."""
-    multiprocessors, smem_limit = GPUS[gpu]
+def tiles(case: bench_cases.Case, smem_limit: int) -> int:
+    """Or thread blocks, if the keys stay whole."""
     tile = next(t for t in ops.tiles_for(smem_limit) if t["head_dim"] >= case.head_dim)
     packed = case.q_len * case.heads // case.kv_heads
-    tiles = min(
+    of_batch = min(
         case.heads * math.ceil(case.q_len / tile["block_m"]),
         case.kv_heads * math.ceil(packed / tile["block_m"]),
     )
-    return case.batch * tiles, multiprocessors * tile["blocks_per_sm"]
+    return case.batch * of_batch
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -195,18 +194,29 @@ def test_keys_stay_whole_where_tiles_fill_the_gpu(emulator, suite, gpu):
 @pytest.mark.parametrize("gpu", GPUS)
 def test_decoding_fills_the_gpu(emulator, gpu):
     for case in bench_cases.SUITES["decode"]():
-        blocks, room = thread_blocks(case, gpu)
         multiprocessors, smem_limit = GPUS[gpu]
         count, keys = emulator.splits(*shape_of(case), multiprocessors, smem_limit=smem_limit)
         assert (count - 1) * keys < case.kv_len <= count * keys, case.name
-        if blocks < room / 2:
-            assert 0.75 * room <= count * blocks <= 4 * room, case.name
+        blocks = tiles(case, smem_limit)
+        if blocks < multiprocessors / 2:
+            assert 0.75 * multiprocessors <= count * blocks <= 4 * multiprocessors, case.name
 
 
-@pytest.mark.parametrize("len_q", [1, 7, 300])
-@pytest.mark.parametrize("len_k", [1, 64, 500, 1024])
-def test_short_keys_stay_whole(emulator, len_k, len_q):
-    assert emulator.splits(1, 8, 8, len_q, len_k, 64)[0] == 1
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("gpu", GPUS)
+def test_short_keys_stay_whole(emulator, gpu, head_dim):
+    multiprocessors, smem_limit = GPUS[gpu]
+    for len_k in (1, 64, 300, 500):
+        for len_q in (1, 7, 300):
+            shape = 1, 8, 8, len_q, len_k, head_dim
+            assert emulator.splits(*shape, multiprocessors, smem_limit=smem_limit)[0] == 1
+
+
+def test_rows_that_cost_more_to_combine_stay_whole(emulator):
+    """The same tiles and keys, once with few rows and once with all."""
+    assert emulator.splits(4, 4, 4, 1, 2048, 64)[0] > 1
+    assert emulator.splits(4, 4, 4, 128, 2048, 64)[0] > 1
+    assert emulator.splits(4, 12, 12, 128, 2048, 64)[0] == 1
 
 
 @pytest.mark.parametrize("len_k", [4095, 4097, 100_001, 2**30 - 1])

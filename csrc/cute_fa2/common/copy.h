@@ -4,7 +4,6 @@
 #include <cute/tensor.hpp>
 
 #include "common/platform.h"
-#include "common/sequence.h"
 #include "common/tile.h"
 #include "params.h"
 
@@ -97,13 +96,13 @@ class DenseKeysValues {
   using ShapeV = typename Traits::ShapeV;
 
  public:
-  CUTE_DEVICE DenseKeysValues(const FwdParams& params, int batch, int kv_head, Sequence sequence,
+  CUTE_DEVICE DenseKeysValues(const FwdParams& params, int batch, int kv_head, int len_k,
                               unsigned thread)
       : params_(params),
         thread_(thread),
-        len_k_(sequence.len_k),
-        keys_(matrix(params.k, batch, kv_head, sequence.first_key)),
-        values_(matrix(params.v, batch, kv_head, sequence.first_key)) {}
+        len_k_(len_k),
+        keys_(matrix(params.k, batch, kv_head)),
+        values_(matrix(params.v, batch, kv_head)) {}
 
   // The tile of block `n_block`, of which all rows exist if kIsWhole: those of the last block may
   // not.
@@ -118,11 +117,11 @@ class DenseKeysValues {
   }
 
  private:
-  // Of one head, from row `row` on.
+  // Of one head.
   template <class View>
-  static CUTE_DEVICE const Element* matrix(const View& view, int batch, int kv_head, int row) {
+  static CUTE_DEVICE const Element* matrix(const View& view, int batch, int kv_head) {
     return static_cast<const Element*>(view.data) + batch * view.stride_batch +
-           kv_head * view.stride_head + row * view.stride_row;
+           kv_head * view.stride_head;
   }
 
   template <bool kIsWhole, class Shape, class Target>

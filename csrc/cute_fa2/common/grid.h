@@ -1,4 +1,4 @@
-// Runs a kernel on a grid of thread blocks. Included by smXX/launch.h alone.
+// Runs a kernel on a grid of thread blocks. Included by smXX/launch.h and splits.cu alone.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Masks as intervals: for a query row, the first visible key and one past the last. Both never
-// decrease from a row to the next, and from them alone follow the key blocks that a tile visits,
-// those that need no test of single elements, and that test.
+// Masks as intervals: for a query row, the first visible key and one past the last, of the keys
+// that the tile attends to. Both never decrease from a row to the next, and from them alone follow
+// the key blocks that a tile visits, those that need no test of single elements, and that test.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -21,17 +21,19 @@ template <MaskKind kKind>
 class Mask {
  public:
   CUTE_HOST_DEVICE Mask(const FwdParams& params, Sequence sequence, const QueryRows& query_rows)
-      : len_k_(sequence.len_k),
-        band_begin_(params.band_begin - sequence.first_key),
-        band_end_(params.band_end - sequence.first_key),
+      : key_begin_(sequence.key_begin),
+        key_end_(sequence.key_end),
+        band_begin_(params.band_begin),
+        band_end_(params.band_end),
         query_rows_(query_rows) {}
 
   CUTE_HOST_DEVICE int begin(int row) const {
-    return kKind == MaskKind::kFull ? 0 : cute::max(0, query_rows_.query(row) + band_begin_);
+    return kKind == MaskKind::kFull ? key_begin_
+                                    : cute::max(key_begin_, query_rows_.query(row) + band_begin_);
   }
   CUTE_HOST_DEVICE int end(int row) const {
-    return kKind == MaskKind::kFull ? len_k_
-                                    : cute::min(len_k_, query_rows_.query(row) + band_end_);
+    return kKind == MaskKind::kFull ? key_end_
+                                    : cute::min(key_end_, query_rows_.query(row) + band_end_);
   }
 
   // The key blocks of which any of the rows [row_begin, row_end) sees a key; empty (end <= begin)
@@ -84,7 +86,8 @@ class Mask {
   }
 
  private:
-  int len_k_;
+  int key_begin_;
+  int key_end_;
   int band_begin_;
   int band_end_;
   QueryRows query_rows_;  // of two rows the later one's query is no earlier

@@ -1,6 +1,5 @@
-// The pair of sequences that a tile attends over, of which the keys may be a part of the tensor's.
-// The kernels ask it for lengths and first rows and never read them from the parameters, so that
-// packed or paged sequences can stand here later.
+// The pair of sequences that a tile attends over. The kernels ask it for lengths and first rows and
+// never read them from the parameters, so that packed or paged sequences can stand here later.
 #pragma once
 
 #include <cute/config.hpp>
@@ -12,16 +11,19 @@ namespace flash_cute {
 
 struct Sequence {
   int len_q;
-  int first_key;  // of the tensor's; keys are counted from it
   int len_k;
+  // The keys that the tile attends to, [key_begin, key_end): all, or one of the parts that they are
+  // split into.
+  int key_begin;
+  int key_end;
 
   CUTE_HOST_DEVICE explicit Sequence(const FwdParams& params)
-      : len_q(params.len_q), first_key(0), len_k(params.len_k) {}
-  // One of the parts of the keys.
+      : len_q(params.len_q), len_k(params.len_k), key_begin(0), key_end(params.len_k) {}
   CUTE_HOST_DEVICE Sequence(const FwdParams& params, int split)
       : len_q(params.len_q),
-        first_key(split * params.splits.keys),
-        len_k(cute::min(params.splits.keys, params.len_k - first_key)) {}
+        len_k(params.len_k),
+        key_begin(split * params.splits.keys),
+        key_end(cute::min(params.len_k, key_begin + params.splits.keys)) {}
 };
 
 }  // namespace flash_cute

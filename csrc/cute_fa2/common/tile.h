@@ -14,7 +14,7 @@ struct TileCoord {
   int m_block;  // which block_m rows
   int head;     // query head, or group of them (QueryRows)
   int batch;
-  int split;  // which part of the keys (KeySplits)
+  int split;  // of the keys (KeySplits)
 };
 
 // Where many query heads share a K and V head and it makes far fewer tiles, as in decoding, all

@@ -32,7 +32,7 @@ struct FwdKernel {
 
     const DenseKeysValues<Traits> keys_values(params, tile.batch,
                                               platform::same_in_warp(query_rows.kv_head(tile.head)),
-                                              sequence, platform::thread_index());
+                                              sequence.len_k, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
