@@ -28,18 +28,17 @@ def random_inputs(*sizes, dtype=BF16, **options):
 
 @BOTH_MASKS
 @BOTH_DTYPES
-@pytest.mark.parametrize("splits", [2, 3, 99])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dims_and_dtypes(emulator, dtype, head_dim, splits, is_causal):
-    inputs = random_inputs(2, 4, 129, head_dim, heads_kv=2, len_k=333, dtype=dtype)
-    check(emulator, *map(poisoned, inputs), is_causal, splits=splits)
+def test_head_dims_and_dtypes(emulator, dtype, head_dim, is_causal):
+    inputs = random_inputs(1, 4, 70, head_dim, heads_kv=2, len_k=333, dtype=dtype)
+    check(emulator, *map(poisoned, inputs), is_causal, splits=3)
 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("smem_limit", [166912, 101376])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_other_rows_of_the_tile_table(emulator, head_dim, smem_limit, is_causal):
-    inputs = random_inputs(1, 2, 150, head_dim, heads_kv=1, len_k=270)
+    inputs = random_inputs(1, 2, 70, head_dim, heads_kv=1, len_k=270)
     check(emulator, *map(poisoned, inputs), is_causal, smem_limit=smem_limit, splits=2)
 
 
@@ -49,7 +48,7 @@ def test_other_rows_of_the_tile_table(emulator, head_dim, smem_limit, is_causal)
 def test_few_queries(emulator, head_dim, heads, len_q, is_causal):
     """As in decoding: heads share tiles; more parts than warps that combine them."""
     inputs = random_inputs(2, heads, len_q, head_dim, heads_kv=heads // 2 or 1, len_k=800)
-    for splits in (2, 5, 13):
+    for splits in (2, 13):
         check(emulator, *map(poisoned, inputs), is_causal, splits=splits)
 
 
@@ -98,9 +97,9 @@ def test_rows_without_a_key(emulator, scale):
 
 
 @pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
-@pytest.mark.parametrize("len_q, len_k", [(129, 300), (300, 129), (1, 300)])
+@pytest.mark.parametrize("len_q, len_k", [(70, 300), (200, 150), (1, 300)])
 def test_bands(emulator, len_q, len_k, window_left, window_right, diagonal_offset):
-    inputs = random_inputs(1, 6, len_q, 64, heads_kv=2, len_k=len_k)
+    inputs = random_inputs(1, 3, len_q, 64, heads_kv=1, len_k=len_k)
     band = {"window_left": window_left, "window_right": window_right}
     check(emulator, *map(poisoned, inputs), splits=3, **band, diagonal_offset=diagonal_offset)
 
@@ -109,7 +108,7 @@ def test_bands(emulator, len_q, len_k, window_left, window_right, diagonal_offse
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("len_q", [5, 70])
 def test_layouts(emulator, len_q, layout, is_causal):
-    inputs = random_inputs(2, 6, len_q, 40, heads_kv=2, len_k=330)
+    inputs = random_inputs(2, 4, len_q, 40, heads_kv=2, len_k=330)
     laid_out = (poisoned(x, **LAYOUTS[layout]) for x in inputs)
     check(emulator, *laid_out, is_causal, splits=2)
 
@@ -148,14 +147,14 @@ def test_keys_are_read_once(emulator):
 
 def test_as_many_parts_as_are_asked_for(emulator):
     """As thread blocks tell, each of which writes what comes of its part."""
-    inputs = random_inputs(1, 1, 1, 64, len_k=64 * 20)
+    inputs = random_inputs(1, 1, 1, 64, len_k=64 * 6)
 
-    def products(splits):
+    def barriers(splits):
         return check(emulator, *map(poisoned, inputs), splits=splits)[2].block_barriers
 
-    one = products(1)
-    assert products(0) == one  # too few keys for parts to gain anything
-    assert one < products(2) < products(10) < products(20) == products(1000)
+    whole = barriers(1)
+    assert barriers(0) == whole  # too few keys for parts to gain anything
+    assert whole < barriers(2) < barriers(3) < barriers(6) == barriers(1000)
 
 
 def test_a_negative_number_of_parts_is_refused(emulator):
@@ -206,7 +205,7 @@ def test_decoding_fills_the_gpu(emulator, gpu):
 @pytest.mark.parametrize("gpu", GPUS)
 def test_short_keys_stay_whole(emulator, gpu, head_dim):
     multiprocessors, smem_limit = GPUS[gpu]
-    for len_k in (1, 64, 300, 500):
+    for len_k in (1, 64, 300, 400):
         for len_q in (1, 7, 300):
             shape = 1, 8, 8, len_q, len_k, head_dim
             assert emulator.splits(*shape, multiprocessors, smem_limit=smem_limit)[0] == 1
