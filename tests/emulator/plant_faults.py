@@ -421,11 +421,6 @@ FAULTS = [
         [(SEQUENCE, "key_begin + params.splits.keys)", "params.len_k)")],
     ),
     Fault(
-        "last part as long as the others",
-        f"{BOUNDS}|{WRONG}",
-        [(SEQUENCE, "cute::min(params.len_k, key_begin +", "cute::max(0, key_begin +")],
-    ),
-    Fault(
         "parts in one place",
         "written already",
         [(EPILOGUE, "tile.batch += tile.split * params.batch;", "")],
