@@ -161,6 +161,15 @@ def test_no_division(arch: str) -> None:
         assert not re.search(r"\bI2F\.(\w+\.)*RP\b", text), kernel
 
 
+def test_nothing_spills_where_parts_are_combined() -> None:
+    """Of any chip."""
+    if not ARCHS:
+        pytest.skip("this build has no machine code")
+    usages = re.findall(r"Function \S*CombineKernel\S*:\n(.*)", cuobjdump("-res-usage"))
+    assert len(usages) == DTYPES * len(set(ARCHS) - {"sm_90a"})
+    assert all("STACK:0" in usage and "LOCAL:0" in usage for usage in usages)
+
+
 def test_no_spills(opcodes: dict[str, Counter[str]], resources: dict[str, dict[str, int]]) -> None:
     spills = {
         kernel: (counts["LDL"], counts["STL"], resources[kernel])

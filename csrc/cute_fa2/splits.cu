@@ -71,7 +71,7 @@ KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multipro
   const int block_n = row.config.block_n;
   const int64_t blocks = ceil_div(params.len_k, block_n);
   // The keys before a window would be parts of their own.
-  const bool is_window = params.band_begin > -params.len_q;
+  const bool is_window = params.band_begin > 1 - params.len_q;
   int64_t count = asked;
   if (asked == 0 && !is_window) {
     const Cost cost = {tiles_of(params, row), params.len_k, rows_of(params), multiprocessors,

@@ -15,7 +15,7 @@ namespace flash_cute {
 int64_t tiles_of(const FwdParams& params, const FwdRow& row);
 
 // How the tiles of `row` best split the keys on a device of so many multiprocessors; `asked`: into
-// how many parts instead, or 0. Where to put what comes of the parts is left open.
+// at most how many parts instead, or 0. Where to put what comes of the parts is left open.
 KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multiprocessors,
                         int64_t asked);
 

@@ -30,7 +30,7 @@ def random_inputs(*sizes, dtype=BF16, **options):
 @BOTH_DTYPES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims_and_dtypes(emulator, dtype, head_dim, is_causal):
-    inputs = random_inputs(1, 4, 70, head_dim, heads_kv=2, len_k=333, dtype=dtype)
+    inputs = random_inputs(1, 4, 100, head_dim, heads_kv=2, len_k=333, dtype=dtype)
     check(emulator, *map(poisoned, inputs), is_causal, splits=3)
 
 
@@ -38,7 +38,7 @@ def test_head_dims_and_dtypes(emulator, dtype, head_dim, is_causal):
 @pytest.mark.parametrize("smem_limit", [166912, 101376])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_other_rows_of_the_tile_table(emulator, head_dim, smem_limit, is_causal):
-    inputs = random_inputs(1, 2, 70, head_dim, heads_kv=1, len_k=270)
+    inputs = random_inputs(1, 2, 100, head_dim, heads_kv=1, len_k=270)
     check(emulator, *map(poisoned, inputs), is_causal, smem_limit=smem_limit, splits=2)
 
 
@@ -155,6 +155,8 @@ def test_as_many_parts_as_are_asked_for(emulator):
     whole = barriers(1)
     assert barriers(0) == whole  # too few keys for parts to gain anything
     assert whole < barriers(2) < barriers(3) < barriers(6) == barriers(1000)
+    inputs = random_inputs(1, 1, 1, 64, len_k=64 * 12)
+    assert barriers(1) < barriers(11) < barriers(0) == barriers(12)
 
 
 def test_a_negative_number_of_parts_is_refused(emulator):
@@ -212,9 +214,8 @@ def test_short_keys_stay_whole(emulator, gpu, head_dim):
 
 
 def test_rows_that_cost_more_to_combine_stay_whole(emulator):
-    """The same tiles and keys, once with few rows and once with all."""
-    assert emulator.splits(4, 4, 4, 1, 2048, 64)[0] > 1
-    assert emulator.splits(4, 4, 4, 128, 2048, 64)[0] > 1
+    """The same tiles and keys, with one row and with all."""
+    assert emulator.splits(4, 12, 12, 1, 2048, 64)[0] > 1
     assert emulator.splits(4, 12, 12, 128, 2048, 64)[0] == 1
 
 
@@ -229,4 +230,5 @@ def test_every_part_has_keys(emulator, head_dim, len_k):
 def test_windows_stay_whole(emulator):
     assert emulator.splits(1, 8, 8, 1, 100_000, 64)[0] > 1
     assert emulator.splits(1, 8, 8, 1, 100_000, 64, window_right=0)[0] > 1
+    assert emulator.splits(1, 8, 8, 1, 100_000, 64, window_left=99_999)[0] > 1  # leaves none out
     assert emulator.splits(1, 8, 8, 1, 100_000, 64, window_left=500)[0] == 1
