@@ -184,7 +184,8 @@ def write_ninja(libraries: Iterable[Library]) -> str:
         for file in kernels:
             objects.append(compile_to(library.folder, file, "kernel", flags, library.sources))
         for file in others:
-            includes = SOURCES, f"{library.dispatch}/variants"
+            sources = library.sources if file.startswith(library.sources) else SOURCES
+            includes = sources, f"{library.dispatch}/variants"
             # So that calls which name no architecture show how one is picked.
             flags = "-O2 -g1 -DFLASH_CUTE_SM90_IS_DEFAULT=true"
             rule = "kernel" if file.endswith(".cu") else "cxx"
