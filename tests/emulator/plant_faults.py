@@ -441,7 +441,7 @@ FAULTS = [
         [(COMBINE, "int split = first; split <", "int split = first + 1; split <")],
     ),
     Fault(
-        "parts' weights read before they are there",
+        "weights of parts read before they are there",
         f"{RACE}|{UNWRITTEN}",
         [
             (
