@@ -446,8 +446,8 @@ FAULTS = [
         [
             (
                 COMBINE,
-                "platform::sync_block();\n\n    // A thread has",
-                "// A thread has",
+                "platform::sync_block();  // the weights",
+                "// the weights",
             )
         ],
     ),
@@ -457,8 +457,8 @@ FAULTS = [
         [
             (
                 COMBINE,
-                "platform::sync_block();\n\n    // And now",
-                "// And now",
+                "platform::sync_block();  // all sums",
+                "// all sums",
             )
         ],
     ),

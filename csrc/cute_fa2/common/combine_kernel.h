@@ -66,14 +66,14 @@ struct CombineKernel {
       limit = fmaxf(limit, platform::shuffle_xor(limit, lanes));
     }
     if (thread % 32 == 0) smem.limits[thread / 32] = limit;
-    platform::sync_block();
+    platform::sync_block();  // the limits are there, from all warps
     CUTE_UNROLL
     for (float of_warp : smem.limits) limit = fmaxf(limit, of_warp);
     for (int split = thread; split < splits.count; split += Traits::kThreads) {
       const RowStatistics row = *row_of(splits.rows, split);
       smem.weights[split] = row.sum * reference.rescale(row.limit, limit);
     }
-    platform::sync_block();
+    platform::sync_block();  // the weights of all parts are there
 
     // A thread has four columns of every so many parts.
     const int stride = Traits::kThreads / arguments.chunks.divisor;
@@ -97,7 +97,7 @@ struct CombineKernel {
     smem.sums[thread] = sum;
     copy(Copy_Atom<Copy16Bytes, float>{}, out,
          make_tensor(make_smem_ptr(smem.out[thread]), Shape<_4>{}));
-    platform::sync_block();
+    platform::sync_block();  // all sums are there
 
     // And now eight columns of all.
     const int first_chunk = 2 * thread;
