@@ -1,0 +1,294 @@
+"""Faults in the SM90 kernels."""
+
+from __future__ import annotations
+
+from faults import (
+    BOUNDS,
+    IN_USE,
+    RACE,
+    SM90_EPILOGUE,
+    SM90_KERNEL,
+    SM90_MAINLOOP,
+    SM90_MAP,
+    SM90_TRAITS,
+    STUCK,
+    UNFINISHED,
+    UNWRITTEN,
+    WRONG,
+    Fault,
+)
+
+
+def of_sm90(
+    name: str,
+    caught_by: str,
+    file: str,
+    old: str,
+    new: str,
+    *more: tuple[str, str, str],
+    head_dim: int = 64,
+) -> Fault:
+    return Fault(f"sm90 {name}", caught_by, [(file, old, new), *more], head_dim, 90)
+
+
+SM90_FAULTS = [
+    of_sm90(
+        "K not waited for",
+        f"{RACE}|{UNFINISHED}",
+        SM90_MAINLOOP,
+        "skip_blocks(work.skipped);\n"
+        "      smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived",
+        "skip_blocks(work.skipped);",
+    ),
+    of_sm90(
+        "V not waited for",
+        f"{RACE}|{UNFINISHED}",
+        SM90_MAINLOOP,
+        "smem_.v_full[v_.stage].wait(v_.parity);             // V has arrived",
+        "",
+    ),
+    of_sm90(
+        "Q not waited for",
+        f"{RACE}|{UNFINISHED}|{UNWRITTEN}",
+        SM90_MAINLOOP,
+        "smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived",
+        "",
+    ),
+    of_sm90(
+        "K released before it is read",
+        IN_USE,
+        SM90_MAINLOOP,
+        "hopper::wait_products<kInFlight>();",
+        "release(smem_.k_empty[k_.stage]); hopper::wait_products<kInFlight>();",
+        (
+            SM90_MAINLOOP,
+            "warpgroup_fence_operand(tSrS);\n      release_keys();",
+            "warpgroup_fence_operand(tSrS);\n      k_.advance();",
+        ),
+    ),
+    of_sm90(
+        "Q never released",
+        STUCK,
+        SM90_MAINLOOP,
+        "release(smem_.q_empty[q_.stage][index_]);",
+        "",
+    ),
+    of_sm90(
+        "one warp does not say that it is done with Q",
+        f"{RACE}|{UNFINISHED}|{IN_USE}",
+        SM90_MAINLOOP,
+        "smem.q_empty[stage][i].init(kWarps);",
+        "smem.q_empty[stage][i].init(kWarps - 1);",
+    ),
+    of_sm90(
+        "empty K expected of one consumer alone",
+        f"{IN_USE}|{RACE}|{UNFINISHED}|has had its",
+        SM90_MAINLOOP,
+        "smem.k_empty[stage].init(kConsumers * kWarps);",
+        "smem.k_empty[stage].init(kWarps);",
+    ),
+    of_sm90(
+        "producer waits for the wrong parity",
+        f"{STUCK}|{IN_USE}",
+        SM90_MAINLOOP,
+        "empty[ring.stage].wait(ring.parity ^ 1);",
+        "empty[ring.stage].wait(ring.parity);",
+    ),
+    of_sm90(
+        "parity does not turn",
+        f"{STUCK}|{RACE}|{UNFINISHED}|{IN_USE}|has had its",
+        SM90_MAINLOOP,
+        "parity ^= 1;",
+        "",
+    ),
+    of_sm90(
+        "fewer bytes expected than come",
+        f"{RACE}|{UNFINISHED}|{STUCK}",
+        SM90_MAINLOOP,
+        "arrive_and_expect(sizeof stages[0]);",
+        "arrive_and_expect(sizeof stages[0] / 2);",
+    ),
+    of_sm90(
+        "scores read before they are there",
+        UNFINISHED,
+        SM90_MAINLOOP,
+        "wait_for_scores<1>(tSrS);",
+        "wait_for_scores<2>(tSrS);",
+    ),
+    of_sm90(
+        "first scores read before they are there",
+        UNFINISHED,
+        SM90_MAINLOOP,
+        "wait_for_scores<0>(tSrS);",
+        "wait_for_scores<1>(tSrS);",
+    ),
+    of_sm90(
+        "P written while the product reads it",
+        UNFINISHED,
+        SM90_MAINLOOP,
+        "softmax.weigh(scores);",
+        "softmax.weigh(scores);\n        convert_to_words<Element>(tSrS, words);",
+    ),
+    of_sm90(
+        "product issued without a fence",
+        "no wgmma.fence",
+        SM90_MAINLOOP,
+        "warpgroup_fence_operand(tSrP);\n      hopper::begin_products();",
+        "warpgroup_fence_operand(tSrP);",
+    ),
+    of_sm90(
+        "scores added to those of the block before",
+        WRONG,
+        SM90_MAINLOOP,
+        "GMMA::ScaleOut::Zero",
+        "GMMA::ScaleOut::One",
+    ),
+    of_sm90(
+        "turn not passed",
+        STUCK,
+        SM90_MAINLOOP,
+        "multiply_values(tSrP, tOrO);\n        pass_turn();",
+        "multiply_values(tSrP, tOrO);",
+    ),
+    of_sm90(
+        "V of a skipped block kept",
+        f"{STUCK}|{RACE}|{UNFINISHED}|{WRONG}",
+        SM90_MAINLOOP,
+        "hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);",
+        "",
+    ),
+    of_sm90(
+        "lanes do not look at a skipped stage together",
+        STUCK,
+        SM90_MAINLOOP,
+        "hopper::sync_warp();\n      release(empty);",
+        "release(empty);",
+        head_dim=96,
+    ),
+    of_sm90(
+        "fewer bytes of Q expected than come",
+        f"{RACE}|{UNFINISHED}|{STUCK}",
+        SM90_MAINLOOP,
+        "arrive_and_expect(sizeof smem_.q[0][0]);",
+        "arrive_and_expect(sizeof smem_.q[0][0] / 2);",
+    ),
+    of_sm90(
+        "tile told before the consumer is done with the one before",
+        RACE,
+        SM90_MAINLOOP,
+        "smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);",
+        "smem_.tile[q_.stage][consumer] = index;\n"
+        "      smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);",
+    ),
+    of_sm90(
+        "tile told after Q may have arrived",
+        f"{RACE}|{UNWRITTEN}",
+        SM90_MAINLOOP,
+        "        announce(i, index);\n"
+        "        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);",
+        "        smem_.q_empty[q_.stage][i].wait(q_.parity ^ 1);\n"
+        "        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);\n"
+        "        announce(i, index);",
+    ),
+    of_sm90(
+        "consumers not told of the end",
+        STUCK,
+        SM90_MAINLOOP,
+        "smem_.q_full[q_.stage][i].arrive();",
+        "",
+    ),
+    of_sm90(
+        "turn of a skipped block not passed",
+        STUCK,
+        SM90_MAINLOOP,
+        "wait_turn();\n        pass_turn();",
+        "wait_turn();",
+    ),
+    of_sm90(
+        "Q of a consumer without rows kept",
+        STUCK,
+        SM90_MAINLOOP,
+        "        release_queries();\n      }\n    }",
+        "      }\n    }",
+    ),
+    of_sm90(
+        "O read before it is there",
+        UNFINISHED,
+        SM90_MAINLOOP,
+        "multiply_values(tSrP, tOrO);\n      hopper::wait_products<0>();",
+        "multiply_values(tSrP, tOrO);",
+    ),
+    of_sm90(
+        "statistics of the tile before kept",
+        WRONG,
+        SM90_MAINLOOP,
+        "softmax.start();",
+        "",
+    ),
+    of_sm90(
+        "O not rescaled",
+        WRONG,
+        SM90_MAINLOOP,
+        "if (rises && is_multiplying) softmax.rescale(out);",
+        "",
+    ),
+    of_sm90(
+        "barriers not published",
+        "has not been told",
+        SM90_KERNEL,
+        "hopper::publish_barriers();",
+        "",
+    ),
+    of_sm90(
+        "barriers used before they are there",
+        "which nobody has initialised|initialised with no barrier",
+        SM90_KERNEL,
+        "platform::sync_block();",
+        "",
+    ),
+    of_sm90(
+        "map with another swizzle",
+        "refused a tensor map",
+        SM90_MAP,
+        "strip == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B",
+        "strip == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B",
+    ),
+    of_sm90(
+        "layout with another swizzle",
+        WRONG,
+        SM90_TRAITS,
+        "std::conditional_t<kStrip == 64,",
+        "std::conditional_t<kStrip != 64,",
+    ),
+    of_sm90(
+        "strips of V taken for keys",
+        WRONG,
+        SM90_TRAITS,
+        "cute::Step<cute::_2, cute::_1>{}",
+        "cute::Step<cute::_1, cute::_2>{}",
+        head_dim=128,
+    ),
+    of_sm90(
+        "lanes of a quad swapped",
+        WRONG,
+        SM90_EPILOGUE,
+        "exchange(words[1], words[3], lane & 2, 2);",
+        "exchange(words[3], words[1], lane & 2, 2);",
+    ),
+    of_sm90(
+        "rows past the last written",
+        BOUNDS,
+        SM90_EPILOGUE,
+        "const bool exists = arguments.query_rows.exists(row, len_q)",
+        "const bool exists = arguments.query_rows.exists(row, len_q + 1)",
+    ),
+    of_sm90(
+        "batches taken for heads",
+        f"{WRONG}|{BOUNDS}",
+        SM90_MAP,
+        "{view.stride_head * group, heads / group, 1},\n"
+        "                                   {view.stride_batch, batch, 1}",
+        "{view.stride_batch, batch, 1},\n"
+        "                                   {view.stride_head * group, heads / group, 1}",
+    ),
+]
