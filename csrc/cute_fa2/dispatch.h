@@ -16,7 +16,7 @@ struct Choices {
   int64_t arch = 0;        // whose kernels: 80 or 90
   int64_t smem_limit = 0;  // by how many bytes of shared memory, lent to a block, the SM80 tile is
                            // chosen, if the device lends as many
-  int64_t splits = 0;      // into how many parts the SM80 kernels split the keys
+  int64_t splits = 0;      // into at most how many parts the SM80 kernels split the keys
 };
 
 // Gives `bytes` of the device's memory, 16-byte aligned, that nothing else may use until the

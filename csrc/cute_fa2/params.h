@@ -14,8 +14,9 @@ constexpr int64_t kMaxLength = int64_t{1} << 30;
 
 enum class DType { kHalf, kBFloat16 };
 
-// Which keys a query may see. Every mask is an interval of keys per query row (common/mask.h);
-// `kFull` is the interval [0, len_k), which needs no test but the one at the tensor's edge.
+// Which keys a query may see. Every mask is an interval of keys per query row (common/mask.h); that
+// of `kFull` has all keys, or those of a part of them (KeySplits), and needs no test but at its
+// end.
 enum class MaskKind { kFull, kBanded };
 
 // A (batch, heads, rows, head_dim) tensor. Strides count elements; rows are contiguous, of inputs

@@ -62,8 +62,7 @@ int64_t rows_of_splits(const FwdParams& params) { return params.splits.count * r
 
 int64_t tiles_of(const FwdParams& params, const FwdRow& row) {
   const int block_m = row.config.block_m;
-  const QueryRows query_rows = QueryRows::make(params, block_m);
-  return int64_t{query_rows.m_blocks(params.len_q, block_m)} * query_rows.heads() * params.batch;
+  return QueryRows::make(params, block_m).tiles(params, block_m);
 }
 
 KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multiprocessors,

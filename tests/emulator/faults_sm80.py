@@ -15,6 +15,7 @@ from faults import (
     RACE,
     SEQUENCE,
     SOFTMAX,
+    STUCK,
     TILE,
     TRAITS,
     UNFINISHED,
@@ -30,7 +31,7 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "platform::sync_block();\n      if constexpr (!kScoresAhead) {",
+                "platform::sync_block();\n    if constexpr (!kScoresAhead) {",
                 "if constexpr (!kScoresAhead) {",
             )
         ],
@@ -38,7 +39,7 @@ SM80_FAULTS = [
     Fault(
         "barrier removed before V is read",
         f"{RACE}|{UNFINISHED}",
-        [(MAINLOOP, "platform::sync_block();\n          load_next_keys", "load_next_keys")],
+        [(MAINLOOP, "platform::sync_block();\n        load_next_keys", "load_next_keys")],
         head_dim=96,
     ),
     Fault(
@@ -63,7 +64,7 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "may_rise = softmax.may_rise(as_matrix(tSrS_all));",
+                "may_rise = softmax_.may_rise(as_matrix(fragments.tSrS_all));",
                 "may_rise = false;",
             )
         ],
@@ -79,8 +80,8 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "platform::wait_copies<0>();\n      platform::sync_block();",
-                "platform::wait_copies<1>();\n      platform::sync_block();",
+                "platform::wait_copies<0>();\n    platform::sync_block();",
+                "platform::wait_copies<1>();\n    platform::sync_block();",
             )
         ],
     ),
@@ -90,8 +91,8 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "load_keys(n_block - 2, true_type{});",
-                "keys_values.template load_keys<true>(n_block - 2, sK(n_block - 1));",
+                "load_keys(n_block - 2);",
+                "keys_values_.template load_keys<true>(n_block - 2, sK(n_block - 1));",
             )
         ],
     ),
@@ -101,8 +102,8 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "load_values(last_block, false_type{});",
-                "load_values(last_block, true_type{});",
+                "load_values<false>(n_block);\n      if",
+                "load_values(n_block);\n      if",
             )
         ],
     ),
@@ -166,9 +167,10 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "clear(tSrS_all);",
-                "float unset[size(tSrS_all)];\n"
-                "      for (int i = 0; i < size(tSrS_all); ++i) tSrS_all(i) = unset[i];",
+                "clear(fragments.tSrS_all);",
+                "auto& scores = fragments.tSrS_all;\n"
+                "      float unset[decltype(size(scores))::value];\n"
+                "      for (int i = 0; i < size(scores); ++i) scores(i) = unset[i];",
             )
         ],
     ),
@@ -228,7 +230,7 @@ SM80_FAULTS = [
     Fault(
         "rows that see keys skipped",
         WRONG,
-        [(MAINLOOP, "mask.end(row0 + kMmaRows - 1)", "mask.end(row0)")],
+        [(MAINLOOP, "mask_.end(row0_ + kMmaRows - 1)", "mask_.end(row0_)")],
     ),
     Fault(
         "no block left for the rows that were skipped",
@@ -241,8 +243,8 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "mask.end(end - 1) > (n_block + 1) * kBlockN",
-                "mask.end(end - 1) > (n_block + 2) * kBlockN",
+                "mask_.end(end - 1) > (n_block + 1) * kBlockN",
+                "mask_.end(end - 1) > (n_block + 2) * kBlockN",
             )
         ],
     ),
@@ -325,7 +327,7 @@ SM80_FAULTS = [
     ),
     Fault(
         "barrier that half of the warps skip",
-        f"{RACE}|every thread waits",
+        f"{RACE}|{STUCK}",
         [
             (
                 EPILOGUE,
@@ -366,25 +368,18 @@ SM80_FAULTS = [
         [(COMBINE, "int split = first; split <", "int split = first + 1; split <")],
     ),
     Fault(
+        "limits of parts read before they are there",
+        f"{RACE}|{UNWRITTEN}",
+        [(COMBINE, "platform::sync_block();  // the limits", "// the limits")],
+    ),
+    Fault(
         "weights of parts read before they are there",
         f"{RACE}|{UNWRITTEN}",
-        [
-            (
-                COMBINE,
-                "platform::sync_block();  // the weights",
-                "// the weights",
-            )
-        ],
+        [(COMBINE, "platform::sync_block();  // the weights", "// the weights")],
     ),
     Fault(
         "combined before all is there",
         f"{RACE}|{UNWRITTEN}",
-        [
-            (
-                COMBINE,
-                "platform::sync_block();  // all sums",
-                "// all sums",
-            )
-        ],
+        [(COMBINE, "platform::sync_block();  // all sums", "// all sums")],
     ),
 ]

@@ -85,7 +85,7 @@ __attribute__((visibility("default"))) const char* describe_build() {
 }
 
 // The sizes of a call, with no tensors.
-static FwdParams shape(int batch, int heads, int heads_kv, int len_q, int len_k, int head_dim) {
+static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int len_k, int head_dim) {
   FwdParams params{};
   params.batch = batch;
   params.heads_q = heads;
@@ -102,7 +102,7 @@ __attribute__((visibility("default"))) int splits_of(int batch, int heads, int h
                                                      int len_k, int head_dim, int window_left,
                                                      int window_right, int multiprocessors,
                                                      int smem_limit, int32_t* keys) {
-  FwdParams params = shape(batch, heads, heads_kv, len_q, len_k, head_dim);
+  FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
   set_band(params, window_left, window_right, len_k - len_q);
   const FwdRow& row = kFwdSm80[select_fwd_sm80(head_dim, smem_limit)];
   const KeySplits splits = choose_splits(params, row, multiprocessors, 0);
@@ -117,7 +117,7 @@ __attribute__((visibility("default"))) int64_t deal(int arch, int batch, int hea
                                                     int window_left, int window_right, int block_m,
                                                     int multiprocessors, int l2_bytes,
                                                     int32_t* tiles) {
-  FwdParams params = shape(batch, heads, heads_kv, len_q, len_k, head_dim);
+  FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
   const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
   const QueryRows query_rows = QueryRows::make(params, block_m);
   int64_t count = 0;

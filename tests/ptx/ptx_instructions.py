@@ -1,5 +1,5 @@
-"""What PTX instructions do (PTX ISA 9.0): those that nvcc takes for the kernels. Any other, and any
-form of these that is not known here, raises ValueError."""
+"""The PTX instructions (PTX ISA 9.0) that nvcc takes for the kernels, as steps of the machine. Any
+other, and any form of these that is not known here, raises ValueError."""
 
 from __future__ import annotations
 

@@ -128,8 +128,9 @@ class DenseKeysValues {
   CUTE_DEVICE void load(const Element* data, int64_t stride_row, int n_block,
                         Target&& target) const {
     using namespace cute;
+    // A multiple of the stride, kept through the loop, would hold registers.
     const auto source = make_tensor(make_gmem_ptr(data), make_shape(len_k_, size<1>(Shape{})),
-                                    make_stride(stride_row, _1{}));
+                                    make_stride(platform::computed_here(stride_row), _1{}));
     const TileLoader<typename Traits::GmemCopy, Shape> loader(thread_, params_.head_dim);
     loader.template load<kIsWhole>(local_tile(source, Shape{}, make_coord(n_block, _0{})), target,
                                    len_k_ - n_block * size<0>(Shape{}));

@@ -9,6 +9,7 @@
 #else
 
 #include <cutlass/numeric_types.h>
+#include <cstdint>
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/mma_sm80.hpp>
@@ -61,6 +62,10 @@ CUTE_DEVICE float reciprocal(float x) {
 template <class Integer>
 CUTE_DEVICE Integer computed_here(Integer value) {
   asm volatile("" : "+r"(value));
+  return value;
+}
+CUTE_DEVICE int64_t computed_here(int64_t value) {
+  asm volatile("" : "+l"(value));
   return value;
 }
 template <class T>

@@ -29,9 +29,9 @@ class QueryRows {
     int log2 = 0;
     while ((int64_t{1} << log2) < group) ++log2;
     const int64_t rows_packed = int64_t{params.len_q} << log2;
-    const auto tiles = [&](int64_t rows) { return (rows + block_m - 1) / block_m; };
+    const auto tiles_of = [&](int64_t rows) { return (rows + block_m - 1) / block_m; };
     const bool packed = (int64_t{1} << log2) <= most && rows_packed <= kMaxLength &&
-                        4 * tiles(rows_packed) <= 3 * tiles(params.len_q) * group;
+                        4 * tiles_of(rows_packed) <= 3 * tiles_of(params.len_q) * group;
     QueryRows rows;
     rows.log2_ = packed ? log2 : 0;
     rows.group_ = packed ? group : 1;
@@ -45,6 +45,10 @@ class QueryRows {
   CUTE_HOST_DEVICE int heads_per_kv_head() const { return heads_per_kv_head_.divisor; }
   CUTE_HOST_DEVICE int count(int len_q) const { return len_q << log2_; }
   int m_blocks(int len_q, int block_m) const { return (count(len_q) - 1) / block_m + 1; }
+  // Of all heads and sequences, the keys being whole.
+  int64_t tiles(const FwdParams& params, int block_m) const {
+    return int64_t{m_blocks(params.len_q, block_m)} * heads() * params.batch;
+  }
 
   CUTE_HOST_DEVICE int group() const { return group_; }              // heads that are packed
   CUTE_HOST_DEVICE int rows_of_query() const { return 1 << log2_; }  // at least as many

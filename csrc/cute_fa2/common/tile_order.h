@@ -15,11 +15,11 @@
 namespace flash_cute {
 
 // Tiles are numbered section by section, a section being some (batch, head) pairs, of each part of
-// the keys if these are split, whose K and V stay in L2 together; within a section from the query
-// rows that see most keys to those that see fewest, so that the long tiles come before the short
-// ones: under a causal mask from the last rows to the first. The last tile of a head, which may
-// lack rows, then stands where its work puts it. The first section may have fewer heads than the
-// others, whose many short tiles fill the gaps at the end.
+// the keys if these are split, whose K and V stay in L2 together; within a section along the query
+// rows, from the end where tiles are longer, so that the short ones come last: under a causal mask
+// from the last rows to the first. (A window's may be short at both ends; then some come early.)
+// The last tile of a head, which may lack rows, stands where its work puts it. The first section
+// may have fewer heads than the others, whose many short tiles fill the gaps at the end.
 class TileOrder {
  public:
   // `section` counts heads of K and V, with which come the query heads that share them. The last

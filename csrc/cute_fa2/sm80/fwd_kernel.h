@@ -19,7 +19,8 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm80::Arguments;
-  using Mainloop = FwdMainloop<Traits, kMask>;
+  using KeysValues = DenseKeysValues<Traits>;
+  using Mainloop = FwdMainloop<Traits, kMask, KeysValues>;
   using Epilogue = FwdEpilogue<Traits>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
@@ -30,14 +31,14 @@ struct FwdKernel {
     const Sequence sequence(params, tile.split);
     const Mask<kMask> mask(params, sequence, query_rows);
 
-    const DenseKeysValues<Traits> keys_values(params, tile.batch,
-                                              platform::same_in_warp(query_rows.kv_head(tile.head)),
-                                              sequence.len_k, platform::thread_index());
+    const KeysValues keys_values(params, tile.batch,
+                                 platform::same_in_warp(query_rows.kv_head(tile.head)),
+                                 sequence.len_k, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
     typename Mainloop::Softmax softmax(params);
-    Mainloop::run(arguments, tile, keys_values, mask, sequence.len_q, smem, softmax, tOrO);
+    Mainloop(arguments, tile, keys_values, mask, sequence.len_q, smem, softmax).run(tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
     softmax.normalize(out, row_holders<Traits>(smem, platform::thread_index()));

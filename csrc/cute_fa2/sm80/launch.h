@@ -17,8 +17,7 @@ template <class Kernel>
 void launch(const FwdParams& params, MaskKind mask, int device, cudaStream_t stream) {
   constexpr int kBlockM = Kernel::Traits::kBlockM;
   const QueryRows query_rows = QueryRows::make(params, kBlockM);
-  check_grid(int64_t{query_rows.m_blocks(params.len_q, kBlockM)} * query_rows.heads() *
-             params.batch * params.splits.count);
+  check_grid(query_rows.tiles(params, kBlockM) * params.splits.count);
   const Arguments arguments = {
       params, query_rows, Schedule::make(params, query_rows, mask, kBlockM, l2_bytes_of(device))};
   run_grid<Kernel>(arguments, arguments.schedule.blocks(), device, stream);

@@ -20,8 +20,7 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
   // A consumer's rows are one box, in which an expanded dimension cannot be.
   const QueryRows query_rows = QueryRows::make(
       params, Traits::kBlockM, params.q.stride_head != 0 ? Traits::kConsumerRows : 1);
-  check_grid(int64_t{query_rows.m_blocks(params.len_q, Traits::kBlockM)} * query_rows.heads() *
-             params.batch);
+  check_grid(query_rows.tiles(params, Traits::kBlockM));
   bind_context(device);
   const int heads_kv = params.heads_q / params.heads_per_kv_head;
   auto map_keys = [&](const TensorView<const void*>& view) {

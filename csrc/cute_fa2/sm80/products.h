@@ -1,0 +1,55 @@
+// Matrix products of a warp's fragments: C += A B^T, with B from shared memory.
+#pragma once
+
+#include <cute/algorithm/gemm.hpp>
+#include <cute/tensor.hpp>
+
+namespace flash_cute::sm80 {
+
+// fetch(pair, k): B's fragments of 16 columns of C (2 MMAs) and one k16 step, by one ldmatrix.
+template <class LoadB, class B, class SmemB>
+CUTE_DEVICE auto fetcher(unsigned thread, B& rB, const SmemB& sB) {
+  auto thread_load_b = LoadB{}.get_slice(thread);
+  auto from_b = thread_load_b.partition_S(sB);  // (ldmatrix, columns / 16, k16 steps)
+  auto to_b = thread_load_b.retile_D(rB);       // as from_b
+  return [from_b, to_b](int pair, int k) mutable {
+    cute::copy(LoadB{}, from_b(cute::_, pair, k), to_b(cute::_, pair, k));
+  };
+}
+
+// The products of one such fetch: to columns 16 pair .. 16 pair + 15 of C (4, MMA_M, columns / 8)
+// come those of A (8, MMA_M) and B (4, columns / 8), of one k16 step.
+template <class TiledMma, class A, class B, class C>
+CUTE_DEVICE void multiply_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& rC) {
+  using namespace cute;
+  CUTE_UNROLL
+  for (int m = 0; m < size<1>(rA); ++m) {
+    CUTE_UNROLL
+    for (int n = 2 * pair; n < 2 * pair + 2; ++n) {
+      gemm(mma, rC(_, m, n), rA(_, m), rB(_, n), rC(_, m, n));
+    }
+  }
+}
+
+// C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of the
+// products that use them and no more, as registers are short. `fetch_a(k)` brings A's fragments
+// of step k and is called ahead of that step's products.
+template <class LoadB, class TiledMma, class A, class FetchA, class B, class SmemB, class C>
+CUTE_DEVICE void multiply(TiledMma mma, unsigned thread, const A& rA, const FetchA& fetch_a, B& rB,
+                          const SmemB& sB, C& rC) {
+  using namespace cute;
+  constexpr int kPairs = decltype(size<1>(rB))::value / 2;
+  constexpr int kSteps = decltype(size<2>(rB))::value;
+  auto fetch_b = fetcher<LoadB>(thread, rB, sB);
+  fetch_a(0);
+  fetch_b(0, 0);
+  CUTE_UNROLL
+  for (int i = 0; i < kPairs * kSteps; ++i) {
+    const int k = i / kPairs, pair = i % kPairs;
+    if (pair == 0 && k + 1 < kSteps) fetch_a(k + 1);
+    if (i + 1 < kPairs * kSteps) fetch_b((i + 1) % kPairs, (i + 1) / kPairs);
+    multiply_pair(mma, rA(_, _, k), rB(_, _, k), pair, rC);
+  }
+}
+
+}  // namespace flash_cute::sm80
