@@ -53,8 +53,8 @@ def _bind_flash_cute(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     return lambda: flash_cute.forward(q, k, v, is_causal=case.causal)
 
 
-def with_smem_limit(smem_limit: int) -> Provider:
-    """flash_cute on the tiles that fit `smem_limit` bytes of shared memory per block."""
+def _by_the_op(name: str, about: str, **choices: int) -> Provider:
+    """flash_cute with arguments of its op that `forward` does not have."""
 
     def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
         import flash_cute  # noqa: F401  (loads the op)
@@ -62,11 +62,22 @@ def with_smem_limit(smem_limit: int) -> Provider:
         window_right = 0 if case.causal else -1
         offset = case.kv_len - case.q_len if case.causal else 0
         fwd = torch.ops.flash_cute.fwd.default
-        return lambda: fwd(q, k, v, case.scale, -1, window_right, offset, smem_limit)
+        return lambda: fwd(q, k, v, case.scale, -1, window_right, offset, **choices)
 
-    return Provider(
-        "flash_cute", f"flash_cute, tiles within {smem_limit} bytes", bind, _flash_cute_why_not
-    )
+    return Provider(name, about, bind, _flash_cute_why_not)
+
+
+def with_smem_limit(smem_limit: int) -> Provider:
+    """flash_cute on the tiles that fit `smem_limit` bytes of shared memory per block."""
+    about = f"flash_cute, tiles within {smem_limit} bytes"
+    return _by_the_op("flash_cute", about, smem_limit=smem_limit)
+
+
+def with_splits(count: int) -> Provider:
+    """flash_cute's sm80 kernels with the keys in `count` parts, or fewer if there are fewer blocks
+    of them; 1: whole."""
+    about = f"flash_cute's sm80 kernels, keys in {count} part(s)"
+    return _by_the_op(f"parts={count}", about, arch=80, splits=count)
 
 
 def with_arch(arch: str, name: str = "flash_cute") -> Provider:

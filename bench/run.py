@@ -22,7 +22,14 @@ from typing import Any
 import torch
 
 from bench import environment, tables
-from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, with_arch, with_smem_limit
+from bench.baselines import (
+    DEFAULT_PROVIDERS,
+    PROVIDERS,
+    Provider,
+    with_arch,
+    with_smem_limit,
+    with_splits,
+)
 from bench.cases import DTYPES, SUITES, Case
 from bench.harness import Options, Row, Timer, default_device, measure, wake_up
 from bench.progress import progress
@@ -92,6 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
                      ) + "; or all, or none (default fa2,cudnn)")  # fmt: skip
     how.add_argument("--tiles", type=Path, nargs="+", default=[], metavar="LIBRARY",
                      help="tiles beside those of the table, made by bench.tiles")  # fmt: skip
+    how.add_argument("--splits", type=positive, nargs="+", default=[], metavar="N",
+                     help="flash_cute with the keys in N parts, beside the number that it chooses; "
+                          "1: whole (--suite decode --splits 1 4 16)")  # fmt: skip
     how.add_argument("--rounds", type=positive, default=5, help="interleaved rounds (default 5)")
     how.add_argument("--iters", type=positive, help="calls a round (default: by --time-budget)")
     how.add_argument("--time-budget", type=positive, default=150, metavar="SECONDS",
@@ -178,9 +188,10 @@ def check_arguments(
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             parser.error(f"{options}: of no effect with --host-time and --memory; leave it out")
-    for option, given in (("--smem-limit", args.smem_limit), ("--arch", args.arch)):
+    for option in ("--smem-limit", "--arch", "--splits"):
+        given = getattr(args, option[2:].replace("-", "_"))
         if given and device.type != "cuda":
-            parser.error(f"{option} chooses among the GPU's kernels: it needs --device cuda")
+            parser.error(f"{option} is a choice of the GPU's kernels: it needs --device cuda")
     if args.smem_limit and args.arch == "sm90":
         parser.error("--smem-limit chooses among the sm80 kernels, and --arch is sm90")
     if args.plot and args.plot.suffix.lower() not in FIGURES:
@@ -228,6 +239,7 @@ def main(argv: list[str] | None = None) -> int:
         providers[0] = with_smem_limit(args.smem_limit)
     elif args.arch:
         providers[0] = with_arch(args.arch)
+    providers += [with_splits(count) for count in dict.fromkeys(args.splits)]
     if args.tiles:
         from bench.tiles import provider as tile_provider
 

@@ -12,7 +12,7 @@ A tile is given by the members of `FwdSm90Config` or `FwdConfig` in csrc/cute_fa
 The first two commands need no GPU: they compile each tile, for Hopper, to a library of its own, and
 say how many registers it takes, whether it spills, and of sm80 how busy it should keep the tensor
 cores, by simulation (bench/simulate.py). These tiles never split the keys, as flash_cute does where
-tiles are few: in decoding the two do not compare.
+tiles are few: in decoding they compare with `bench.run --splits 1` alone.
 """
 
 from __future__ import annotations

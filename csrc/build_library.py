@@ -17,6 +17,7 @@ setup.py calls the same functions. Only the standard library is used. From the e
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -274,16 +275,23 @@ def build_library() -> Path:
 
 
 def build(ninja_file: str, *targets: str) -> None:
-    """Brings these up to date, by default the library."""
+    """Brings these up to date, by default the library; after another build, if one is under way:
+    of two ninjas in a folder each would miss what the other has compiled from which headers."""
     ninja = find_program("ninja")
     if not ninja:
         raise not_found("ninja", "ninja")
     count = jobs(len(os.sched_getaffinity(0)), available_gigabytes(), os.environ.get("MAX_JOBS"))
-    print(f"flash_cute: compiling what has changed, {count} at a time", flush=True)
     environment = {"NINJA_STATUS": "[%f/%t] %e s ", **os.environ}
     command = [ninja, "-f", ninja_file, "-j", str(count), *targets]
-    if subprocess.call(command, cwd=ROOT, env=environment) != 0:
-        raise BuildError("the build failed; the messages above say why")
+    with (ROOT / BUILD / "lock").open("w") as lock:  # given up when the file is closed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("flash_cute: another build is under way here: waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        print(f"flash_cute: compiling what has changed, {count} at a time", flush=True)
+        if subprocess.call(command, cwd=ROOT, env=environment) != 0:
+            raise BuildError("the build failed; the messages above say why")
 
 
 def install_in_place() -> None:

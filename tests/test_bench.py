@@ -139,6 +139,13 @@ def test_kernels_of_an_architecture_need_a_gpu() -> None:
     assert baselines.with_arch("sm90").name == "flash_cute"
 
 
+def test_keys_in_parts_are_measured_beside() -> None:
+    providers = [PROVIDERS["flash_cute"], baselines.with_splits(1), baselines.with_splits(3)]
+    rows = harness.measure(small(), providers, FAST)
+    assert [row["provider"] for row in rows] == ["flash_cute", "parts=1", "parts=3"]
+    assert all(row["status"] == "ok" and row["correct"] for row in rows)
+
+
 def test_grouped_heads_are_measured_beside_as_many_heads() -> None:
     cases = list(SUITES["gqa"]())
     for causal in (False, True):
@@ -220,8 +227,10 @@ def test_iterations_follow_the_budget() -> None:
         ("--host-time --memory", "two runs"),
         ("--device cpu --memory", "allocator"),
         ("--device cpu --smem-limit 101376", "GPU"),
-        ("--device cpu --arch sm80", "--arch chooses among the GPU's kernels"),
+        ("--device cpu --arch sm80", "--arch is a choice of the GPU's kernels"),
         ("--arch sm75", "invalid choice"),
+        ("--device cpu --splits 4", "--splits is a choice of the GPU's kernels"),
+        ("--splits 0", "at least 1"),
         ("--host-time --plot x.png", "--plot"),
         ("--host-time --iters 3 --rounds 2", "--rounds, --iters: of no effect"),
         ("--host-time --suite train", "--suite: of no effect"),

@@ -203,6 +203,22 @@ def test_missing_packages_are_asked_for(
         build_library.write_ninja()
 
 
+def test_one_build_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A ninja that says when it begins and ends, started twice."""
+    ninja = tmp_path / "ninja"
+    ninja.write_text("#!/bin/sh\necho begin\nsleep 0.5\necho end\n")
+    ninja.chmod(0o755)
+    monkeypatch.setattr(build_library, "BUILD", str(tmp_path))
+    monkeypatch.setattr(build_library, "find_program", lambda name: str(ninja))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(build_library.build, ["build.ninja"] * 2))
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if line in ("begin", "end")] == ["begin", "end"] * 2
+    assert sum("another build is under way" in line for line in lines) == 1
+
+
 def test_torch_is_found_without_importing_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -64,7 +64,7 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "may_rise = softmax_.may_rise(as_matrix(fragments.tSrS_all));",
+                "may_rise = softmax_.may_rise(as_matrix(next));",
                 "may_rise = false;",
             )
         ],
@@ -126,7 +126,7 @@ SM80_FAULTS = [
     Fault(
         "output not rescaled",
         WRONG,
-        [(SOFTMAX, "out(r, c) *= rescale_[kSkippedRows + r];", "out(r, c) *= 1.f;")],
+        [(SOFTMAX, "out(r, c) *= rescale_[kFirstRow + r];", "out(r, c) *= 1.f;")],
     ),
     Fault(
         "swizzle dropped where O is read",
@@ -177,7 +177,7 @@ SM80_FAULTS = [
     Fault(
         "S not cleared between blocks",
         WRONG,
-        [(MAINLOOP, "clear(next);", "")],
+        [(MAINLOOP, "clear(pair_of_columns(tSrS_next, piece));", "")],
     ),
     Fault(
         "V not transposed",
@@ -231,6 +231,11 @@ SM80_FAULTS = [
         "rows that see keys skipped",
         WRONG,
         [(MAINLOOP, "mask_.end(row0_ + kMmaRows - 1)", "mask_.end(row0_)")],
+    ),
+    Fault(
+        "rows of the second half left out",
+        WRONG,
+        [(MAINLOOP, "row_end - row0_ > kMmaRows", "row_end - row0_ > kMmaRows + 16")],
     ),
     Fault(
         "no block left for the rows that were skipped",

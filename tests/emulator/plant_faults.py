@@ -37,7 +37,7 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
             (random_inputs, 2, 2, 150, 200, ragged, True, None),
             (random_inputs, 2, 2, 150, 40, head_dim, True, -0.1),
             (random_inputs, 3, 1, 30, 40, head_dim, True, None),
-            (rising_inputs, 1, 1, 40, 300, head_dim, False, 4.0),
+            (rising_inputs, 1, 1, 70, 300, head_dim, False, 4.0),
             (random_inputs, 1, 1, 40, 300, head_dim, False, 50.0),
         ]
     ):

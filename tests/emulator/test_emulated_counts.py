@@ -74,6 +74,28 @@ def test_flops_for_each_byte_of_shared_memory(emulator, head_dim, flops):
     assert round(4 * m * n * head_dim / (read[1] - read[0]), 1) == flops
 
 
+def has_halves(tile):
+    """Whether a warp has two MMAs along the rows, one in each half of the tile, and all columns."""
+    return tile["block_m"] == 32 * tile["warps"]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", TILES)
+def test_products_of_few_rows(emulator, name, is_causal):
+    """A tile that has no more than half of its rows multiplies no others, as in decoding, except
+    under a mask at head dim 128."""
+    tile, smem_limit = TILES[name]
+    m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
+    takes_half = has_halves(tile) and not (is_causal and d == 128)
+    for rows, halves in ((1, 1), (m // 2, 1), (m // 2 + 1, 2)):
+        # A row that is alone sees all keys, also under a causal mask.
+        if not (takes_half or (rows == 1 and has_halves(tile))):
+            halves = 2
+        inputs = random_inputs(1, 1, rows, d, len_k=n, dtype=torch.bfloat16)
+        counters = check(emulator, *map(poisoned, inputs), is_causal, smem_limit=smem_limit)[2]
+        assert counters.mma == halves * m * n * d // (16 * 8 * 16)
+
+
 @pytest.mark.parametrize("name", TILES)
 def test_products_under_a_causal_mask(emulator, name):
     """Of a square tile on the diagonal a quarter is neither seen nor computed, if a warp has two
@@ -82,6 +104,6 @@ def test_products_under_a_causal_mask(emulator, name):
     m, d = tile["block_m"], tile["head_dim"]
     inputs = random_inputs(1, 1, m, d, dtype=torch.bfloat16)
     counters = check(emulator, *map(poisoned, inputs), is_causal=True, smem_limit=smem_limit)[2]
-    leaves_out = m == 32 * tile["warps"] and tile["block_n"] <= m // 2
+    leaves_out = has_halves(tile) and tile["block_n"] <= m // 2
     quarters = 3 if leaves_out else 4
     assert counters.mma == quarters * 2 * m * m * d // (16 * 8 * 16) // 4

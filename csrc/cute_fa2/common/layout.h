@@ -30,15 +30,21 @@ CUTE_DEVICE constexpr auto as_matrix(cute::Tensor<Engine, Layout>&& accumulator)
   return cute::make_tensor(accumulator.data(), rows_and_columns(accumulator.layout()));
 }
 
-// (values, MMA_M, MMA_N) -> (values, MMA_M - kSkipped, MMA_N): without the first MMAs along the
-// rows.
-template <int kSkipped, class Engine, class Layout>
-CUTE_DEVICE constexpr auto skip_rows(cute::Tensor<Engine, Layout>& fragment) {
+// Of a warp's MMAs along the rows, kCount from the kFirst on; each has two rows of a thread.
+template <int kFirst_, int kCount_>
+struct MmaRows {
+  static constexpr int kFirst = kFirst_;
+  static constexpr int kCount = kCount_;
+  static constexpr int kFirstRow = 2 * kFirst;  // of the thread's
+};
+
+// (values, MMA_M, MMA_N) -> (values, Rows::kCount, MMA_N)
+template <class Rows, class Engine, class Layout>
+CUTE_DEVICE constexpr auto select_rows(cute::Tensor<Engine, Layout>& fragment) {
   using namespace cute;
   auto layout = fragment.layout();
-  constexpr int kLeft = decltype(size<1>(layout))::value - kSkipped;
-  auto rows = make_layout(Int<kLeft>{}, stride<1>(layout));
-  return make_tensor(fragment.data() + layout(_0{}, Int<kSkipped>{}, _0{}),
+  auto rows = make_layout(Int<Rows::kCount>{}, stride<1>(layout));
+  return make_tensor(fragment.data() + layout(_0{}, Int<Rows::kFirst>{}, _0{}),
                      make_layout(get<0>(layout), rows, get<2>(layout)));
 }
 

@@ -107,20 +107,20 @@ class OnlineSoftmax {
   // vote together. Where it returns true, `rescale` multiplies `out`, the weighted sum of V so far,
   // before anything is added to it; while `out` is 0 that may be left out. `weigh` replaces the
   // scores by their weights; they have to be those that `raise` has had, which may have subtracted
-  // the maximum. `scores` and `out` are matrices of (kRows, columns), or without the first
-  // kSkippedRows rows, whose statistics then stay as they are.
-  template <int kSkippedRows = 0, class Scores>
+  // the maximum. `scores` and `out` are matrices of (kRows, columns), or of some rows from
+  // kFirstRow on; the statistics of the others stay as they are.
+  template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE bool may_rise(const Scores& scores) const {
     bool result = false;
     CUTE_UNROLL
-    for (int r = kSkippedRows; r < kRows; ++r) {
-      result |= may_exceed(scores, r - kSkippedRows, limit_[r]);
+    for (int r = 0; r < cute::size<0>(scores); ++r) {
+      result |= may_exceed(scores, r, limit_[kFirstRow + r]);
     }
     return result;
   }
 
   // In the first block of a tile (`is_first`) no row has seen a score before, and all rise.
-  template <int kSkippedRows = 0, class Scores, class Holders = RowsOfQuads>
+  template <int kFirstRow = 0, class Scores, class Holders = RowsOfQuads>
   CUTE_DEVICE bool raise(Scores& scores, bool may_rise, bool is_first,
                          const Holders& holders = {}) {
     // Each row decides for itself, so that its result does not depend on its neighbours; all decide
@@ -132,9 +132,10 @@ class OnlineSoftmax {
     } else {
       if (!holders.any(may_rise)) return false;
     }
-    float row_max[kRows - kSkippedRows];
+    constexpr int kCount = decltype(cute::size<0>(scores))::value;
+    float row_max[kCount];
     CUTE_UNROLL
-    for (int r = 0; r < kRows - kSkippedRows; ++r) {
+    for (int r = 0; r < kCount; ++r) {
       row_max[r] = scores(r, 0);
       CUTE_UNROLL
       for (int c = 1; c < cute::size<1>(scores); ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
@@ -143,20 +144,18 @@ class OnlineSoftmax {
     if (!all_rise) {
       bool rises = false;
       CUTE_UNROLL
-      for (int r = kSkippedRows; r < kRows; ++r) rises |= row_max[r - kSkippedRows] > limit_[r];
+      for (int r = 0; r < kCount; ++r) rises |= row_max[r] > limit_[kFirstRow + r];
       if (!holders.any(rises)) return false;
     }
     holders.max(row_max);
     CUTE_UNROLL
-    for (int r = kSkippedRows; r < kRows; ++r) {
-      const float max = row_max[r - kSkippedRows];
-      const float limit = max > limit_[r] ? max + params_.slack : limit_[r];
+    for (int i = 0; i < kCount; ++i) {
+      const int r = kFirstRow + i;
+      const float limit = row_max[i] > limit_[r] ? row_max[i] + params_.slack : limit_[r];
       rescale_[r] = reference_.rescale(limit_[r], limit);
       if (kAnyScale && params_.subtract_max_first) {
         CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) {
-          scores(r - kSkippedRows, c) -= reference_.finite(limit);
-        }
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(i, c) -= reference_.finite(limit);
       }
       limit_[r] = limit;
       sum_[r] *= rescale_[r];
@@ -164,35 +163,35 @@ class OnlineSoftmax {
     return true;
   }
 
-  template <int kSkippedRows = 0, class Out>
+  template <int kFirstRow = 0, class Out>
   CUTE_DEVICE void rescale(Out& out) const {
     CUTE_UNROLL
-    for (int r = 0; r < kRows - kSkippedRows; ++r) {
+    for (int r = 0; r < cute::size<0>(out); ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale_[kSkippedRows + r];
+      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= rescale_[kFirstRow + r];
     }
   }
 
   // c s - reference is one fused multiply-add a score, exact but for its last rounding. Where c is
   // so large that c s itself has lost what tells scores apart, `raise` has subtracted the maximum.
-  template <int kSkippedRows = 0, class Scores>
+  template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE void weigh(Scores& scores) {
-    weigh<kSkippedRows>(scores, subtrahends());
+    weigh<kFirstRow>(scores, subtrahends());
   }
   // The same, of some of the block's columns, with what `subtrahends` has given for all.
   struct Subtrahends {
     float of_row[kRows];
   };
-  template <int kSkippedRows = 0, class Scores>
+  template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE void weigh(Scores& scores, const Subtrahends& subtrahends) {
     // Column by column, so that the weights that the product with V takes first come first.
     CUTE_UNROLL
     for (int c = 0; c < cute::size<1>(scores); ++c) {
       CUTE_UNROLL
-      for (int r = kSkippedRows; r < kRows; ++r) {
-        float& score = scores(r - kSkippedRows, c);
-        score = platform::exp2(score * params_.scale_log2 - subtrahends.of_row[r]);
-        sum_[r] += score;
+      for (int r = 0; r < cute::size<0>(scores); ++r) {
+        float& score = scores(r, c);
+        score = platform::exp2(score * params_.scale_log2 - subtrahends.of_row[kFirstRow + r]);
+        sum_[kFirstRow + r] += score;
       }
     }
   }

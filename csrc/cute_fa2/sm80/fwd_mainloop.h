@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/copy.h"
 #include "common/layout.h"
@@ -36,10 +37,16 @@ class FwdMainloop {
   static constexpr int kRows = 2 * kBlockM / kMmaRows;
   static constexpr bool kScoresAhead = Traits::kScoresAhead;
   static constexpr bool kSharesRows = Traits::kSharesRows;
-  // Whether blocks of which the rows of the first MMAs see no key are left to the second: under a
-  // causal mask the last of a tile of 128 x 64 is one.
-  static constexpr bool kSkipsRows = kMask == MaskKind::kBanded && !kSharesRows &&
-                                     kBlockM == 2 * kMmaRows &&
+  // What a step works with. The first half of the tile's rows alone, where it has no more, as in
+  // decoding; under masks at head dim 128 that would spill. The second alone in blocks of which the
+  // first sees no key: under a causal mask the last of a tile of 128 x 64 is one.
+  using AllRows = MmaRows<0, kBlockM / kMmaRows>;
+  using FirstHalf = MmaRows<0, 1>;
+  using SecondHalf = MmaRows<1, 1>;
+  static constexpr bool kHasHalves = !kSharesRows && kBlockM == 2 * kMmaRows;
+  static constexpr bool kServesHalves =
+      kHasHalves && (kMask == MaskKind::kFull || Traits::kHeadDim < 128);
+  static constexpr bool kSkipsRows = kHasHalves && kMask == MaskKind::kBanded &&
                                      (kScoresAhead ? kBlockN == kMmaRows : kBlockN <= kMmaRows);
 
   // What the walk keeps in registers. As members of this class they made ptxas spill.
@@ -89,7 +96,7 @@ class FwdMainloop {
     const int row_end = min(row0_ + kBlockM, arguments_.query_rows.count(len_q_));
     const BlockRange visible = mask_.visible_blocks(row0_, row_end, kBlockN);
     if (visible.end <= visible.begin) return;
-    int n_block = visible.end - 1;  // the walk is from the last key to the first
+    const int n_block = visible.end - 1;  // the walk is from the last key to the first
     load_first(n_block);
     Fragments fragments;
     if constexpr (kScoresAhead) {
@@ -97,30 +104,43 @@ class FwdMainloop {
       const unsigned thread_here = platform::computed_here(thread_, n_block);
       copy(LoadQ{}, LoadQ{}.get_slice(thread_here).partition_S(sQ()), fragments.tXrQ());
       clear(fragments.tSrS_all);
-      // By no more than one block, as it has as many keys as MMAs have rows.
-      if (kSkipsRows && skips_rows(n_block)) {
-        if constexpr (kSkipsRows) {
-          first_scores<1>(thread_here, n_block, fragments);
-          step<1, true>(n_block--, fragments, tOrO);
-        }
-      } else {
-        first_scores<0>(thread_here, n_block, fragments);
-      }
-      for (; has_next(n_block); --n_block) step<0, true>(n_block, fragments, tOrO);
-      step<0, false>(n_block, fragments, tOrO);
-    } else {
-      if constexpr (kSkipsRows) {
-        // More than once where a block has fewer keys than MMAs have rows.
-        while (skips_rows(n_block)) step<1, false>(n_block--, fragments, tOrO);
-      }
-      do {
-        step<0, false>(n_block, fragments, tOrO);
-      } while (has_next(n_block--));
+    }
+    if (!kServesHalves || row_end - row0_ > kMmaRows) {
+      walk<AllRows>(n_block, fragments, tOrO);
+    } else if constexpr (kServesHalves) {
+      walk<FirstHalf>(n_block, fragments, tOrO);
     }
   }
 
  private:
   // -- the walk ----------------------------------------------------------------------------------
+
+  template <class Rows, class Out>
+  CUTE_DEVICE void walk(int n_block, Fragments& fragments, Out& tOrO) {
+    constexpr bool kMaySkip = kSkipsRows && std::is_same_v<Rows, AllRows>;
+    if constexpr (kScoresAhead) {
+      const unsigned thread_here = platform::computed_here(thread_, n_block);
+      // By no more than one block, as it has as many keys as MMAs have rows.
+      if (kMaySkip && skips_rows(n_block)) {
+        if constexpr (kMaySkip) {
+          first_scores<SecondHalf>(thread_here, n_block, fragments);
+          step<SecondHalf, true>(n_block--, fragments, tOrO);
+        }
+      } else {
+        first_scores<Rows>(thread_here, n_block, fragments);
+      }
+      for (; has_next(n_block); --n_block) step<Rows, true>(n_block, fragments, tOrO);
+      step<Rows, false>(n_block, fragments, tOrO);
+    } else {
+      if constexpr (kMaySkip) {
+        // More than once where a block has fewer keys than MMAs have rows.
+        while (skips_rows(n_block)) step<SecondHalf, false>(n_block--, fragments, tOrO);
+      }
+      do {
+        step<Rows, false>(n_block, fragments, tOrO);
+      } while (has_next(n_block--));
+    }
+  }
 
   // Whether a block is visited after this one: n_block > visible.begin, without a register for the
   // latter. The first row's first key lies before the block.
@@ -191,13 +211,12 @@ class FwdMainloop {
 
   // -- a step ------------------------------------------------------------------------------------
 
-  // One block of keys, with the tile's rows but those of the first kSkipped MMAs. With scores
-  // ahead, and a next block to compute those of: kComputesNext.
-  template <int kSkipped, bool kComputesNext, class Out>
+  // One block of keys. With scores ahead, and a next block to compute those of: kComputesNext.
+  template <class Rows, bool kComputesNext, class Out>
   CUTE_DEVICE void step(int index, Fragments& fragments, Out& tOrO) {
     using namespace cute;
     static_assert(kScoresAhead || !kComputesNext);
-    constexpr int kStepM = kBlockM - kSkipped * kMmaRows;
+    constexpr int kStepM = Rows::kCount * kMmaRows;
     const int n_block = platform::computed_here(index);
     // What was copied is there, for all threads: K of this block (and Q, in the first step), or
     // with scores ahead V of this block and K of the next. All warps are done with what the step
@@ -215,13 +234,13 @@ class FwdMainloop {
     const unsigned thread_here = platform::computed_here(thread_, n_block);
     auto tSrS = [&] {  // (4, MMA_M, N / 8)
       if constexpr (kScoresAhead) {
-        return skip_rows<kSkipped>(fragments.tSrS_all);
+        return select_rows<Rows>(fragments.tSrS_all);
       } else {
         return partition_fragment_C(TiledMma{}, Shape<Int<kStepM>, Int<kBlockN>>{});
       }
     }();
     if constexpr (!kScoresAhead) {
-      multiply_keys<kSkipped>(thread_here, n_block, fragments, tSrS);
+      multiply_keys<Rows>(thread_here, n_block, fragments, tSrS);
       // V of this block is there after a barrier, for all threads, and all warps are done with K:
       // the next may come. Of shared rows `raise` begins with that barrier.
       platform::wait_copies<0>();
@@ -231,30 +250,31 @@ class FwdMainloop {
       }
     }
 
-    auto scores = as_matrix(tSrS);               // (rows, columns)
-    auto tOrO_step = skip_rows<kSkipped>(tOrO);  // (4, MMA_M, Dv / 8)
-    auto out = as_matrix(tOrO_step);             // (rows, columns)
-    apply_mask<kStepM>(row0_ + kSkipped * kMmaRows, n_block * kBlockN, scores);
+    auto scores = as_matrix(tSrS);             // (rows, columns)
+    auto tOrO_step = select_rows<Rows>(tOrO);  // (4, MMA_M, Dv / 8)
+    auto out = as_matrix(tOrO_step);           // (rows, columns)
+    apply_mask<kStepM>(row0_ + Rows::kFirst * kMmaRows, n_block * kBlockN, scores);
     const bool is_first = !has_previous(n_block);
     if constexpr (!kScoresAhead) {
-      fragments.may_rise = softmax_.template may_rise<2 * kSkipped>(scores);
+      fragments.may_rise = softmax_.template may_rise<Rows::kFirstRow>(scores);
     }
-    const bool rises = softmax_.template raise<2 * kSkipped>(
+    const bool rises = softmax_.template raise<Rows::kFirstRow>(
         scores, fragments.may_rise, is_first,
         row_holders<Traits>(smem_, platform::computed_here(thread_)));
     // Before the first block O is 0.
-    if (rises && !is_first) softmax_.template rescale<2 * kSkipped>(out);
+    if (rises && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
     if constexpr (kSharesRows) load_next_keys(n_block);
 
     if constexpr (kScoresAhead) {
-      weigh_and_multiply<kSkipped, kComputesNext>(thread_here, n_block, fragments, tOrO_step);
+      weigh_and_multiply<Rows, kComputesNext>(thread_here, n_block, fragments, tOrO_step);
       if constexpr (kComputesNext) {
-        fragments.may_rise = softmax_.may_rise(as_matrix(fragments.tSrS_all));
+        auto next = select_rows<NextRows<Rows>>(fragments.tSrS_all);
+        fragments.may_rise = softmax_.may_rise(as_matrix(next));
       }
     } else {
       // From here on there is no branch, so that the exponentials of later columns run under the
       // products with the earlier ones; but of shared rows all of P comes before any product.
-      softmax_.template weigh<2 * kSkipped>(scores);
+      softmax_.template weigh<Rows::kFirstRow>(scores);
       auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
       if constexpr (kSharesRows) {
         exchange_and_multiply(thread_here, n_block, fragments, tSrP, tOrO);
@@ -286,19 +306,19 @@ class FwdMainloop {
   }
 
   // S = Q K^T, Q from shared memory as well.
-  template <int kSkipped, class S>
+  template <class Rows, class S>
   CUTE_DEVICE void multiply_keys(unsigned thread, int n_block, Fragments& fragments, S& tSrS) {
     using namespace cute;
     auto tXsQ = LoadQ{}.get_slice(thread).partition_S(sQ());  // as tXrQ
     auto fetch_q = [&](int k) {
       CUTE_UNROLL
-      for (int m = kSkipped; m < size<1>(tXsQ); ++m) {
+      for (int m = Rows::kFirst; m < Rows::kFirst + Rows::kCount; ++m) {
         copy(LoadQ{}, tXsQ(_, m, k), fragments.tXrQ()(_, m, k));
       }
     };
     clear(tSrS);
-    multiply<LoadK>(TiledMma{}, thread, skip_rows<kSkipped>(fragments.tSrQ), fetch_q,
-                    fragments.tSrK, sK(n_block), tSrS);
+    multiply<LoadK>(TiledMma{}, thread, select_rows<Rows>(fragments.tSrQ), fetch_q, fragments.tSrK,
+                    sK(n_block), tSrS);
   }
 
   // Of shared rows: O += P V, where P's columns come from all warps, through shared memory.
@@ -322,12 +342,16 @@ class FwdMainloop {
 
   // -- scores ahead ------------------------------------------------------------------------------
 
+  // Of the next block the second half of the rows is never alone.
+  template <class Rows>
+  using NextRows = std::conditional_t<std::is_same_v<Rows, FirstHalf>, FirstHalf, AllRows>;
+
   // S of the first block, Q being in registers.
-  template <int kSkipped>
+  template <class Rows>
   CUTE_DEVICE void first_scores(unsigned thread, int n_block, Fragments& fragments) {
-    auto tSrS = skip_rows<kSkipped>(fragments.tSrS_all);
+    auto tSrS = select_rows<Rows>(fragments.tSrS_all);
     multiply<LoadK>(
-        TiledMma{}, thread, skip_rows<kSkipped>(fragments.tSrQ), [](int) {}, fragments.tSrK,
+        TiledMma{}, thread, select_rows<Rows>(fragments.tSrQ), [](int) {}, fragments.tSrK,
         sK(n_block), tSrS);
   }
 
@@ -335,7 +359,7 @@ class FwdMainloop {
   // place of the scores. In pieces of 16 keys: while one has its products, the next has its
   // exponentials. Without a branch between the pieces ptxas would take all exponentials first, and
   // all of S last.
-  template <int kSkipped, bool kComputesNext, class Out>
+  template <class Rows, bool kComputesNext, class Out>
   CUTE_DEVICE void weigh_and_multiply(unsigned thread, int n_block, Fragments& fragments,
                                       Out& tOrO_step) {
     using namespace cute;
@@ -347,7 +371,9 @@ class FwdMainloop {
     const int next_block = kComputesNext ? n_block - 1 : n_block;  // in the last, not read
     auto fetch_keys = fetcher<LoadK>(thread, fragments.tSrK, sK(next_block));
     auto fetch_values = fetcher<LoadVt>(thread, fragments.tOrVt, sVt(n_block));
-    auto tSrS_step = skip_rows<kSkipped>(fragments.tSrS_all);
+    auto tSrS_step = select_rows<Rows>(fragments.tSrS_all);
+    auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);
+    auto tSrQ_next = select_rows<NextRows<Rows>>(fragments.tSrQ);
     // P, two elements a word.
     auto words = make_tensor<uint32_t>(
         make_shape(_4{}, size<1>(tSrS_step), Int<kPieces>{}));  // (4, MMA_M, N / 16)
@@ -356,7 +382,7 @@ class FwdMainloop {
     auto weigh = [&](int piece) {
       auto accumulators = pair_of_columns(tSrS_step, piece);  // (4, MMA_M, 2)
       auto scores = as_matrix(accumulators);
-      softmax_.template weigh<2 * kSkipped>(scores, subtrahends);
+      softmax_.template weigh<Rows::kFirstRow>(scores, subtrahends);
       auto words_of_piece = words(_, _, piece);
       convert_to_words<Element>(as_a_operand(accumulators), words_of_piece);
     };
@@ -371,13 +397,11 @@ class FwdMainloop {
       if (piece > 0) platform::keep_order(n_block);
       if (piece + 1 < kPieces) weigh(piece + 1);
       if constexpr (kComputesNext) {
-        auto next = pair_of_columns(fragments.tSrS_all, piece);
-        clear(next);
+        clear(pair_of_columns(tSrS_next, piece));
         CUTE_UNROLL
         for (int k = 0; k < kStepsOfS; ++k) {
           if (piece == 0 || k > 0) fetch_keys(piece, k);
-          multiply_pair(TiledMma{}, fragments.tSrQ(_, _, k), fragments.tSrK(_, _, k), piece,
-                        fragments.tSrS_all);
+          multiply_pair(TiledMma{}, tSrQ_next(_, _, k), fragments.tSrK(_, _, k), piece, tSrS_next);
         }
       }
       CUTE_UNROLL
