@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ class BuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(build_library(), target)
+        build_library(target)
 
 
 class BdistWheel(bdist_wheel):

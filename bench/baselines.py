@@ -38,6 +38,9 @@ class Provider:
     pinned: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
+#: Of flash_cute with its keys in a given number of parts, which stands behind.
+PARTS = "parts="
+
 # -- flash_cute ----------------------------------------------------------------------------------
 
 
@@ -74,10 +77,10 @@ def with_smem_limit(smem_limit: int) -> Provider:
 
 
 def with_splits(count: int) -> Provider:
-    """flash_cute's sm80 kernels with the keys in `count` parts, or fewer if there are fewer blocks
-    of them; 1: whole."""
+    """flash_cute's sm80 kernels with the keys in at most `count` parts, which are whole blocks of
+    keys; 1: whole."""
     about = f"flash_cute's sm80 kernels, keys in {count} part(s)"
-    return _by_the_op(f"parts={count}", about, arch=80, splits=count)
+    return _by_the_op(f"{PARTS}{count}", about, arch=80, splits=count)
 
 
 def with_arch(arch: str, name: str = "flash_cute") -> Provider:

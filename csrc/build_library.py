@@ -27,7 +27,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -267,44 +268,48 @@ def write_ninja() -> tuple[str, str]:
     return write(f"{folder}/build.ninja", text), library
 
 
-def build_library() -> Path:
-    """Brings the library in the build folder up to date and returns where it is."""
-    ninja_file, library = write_ninja()
-    build(ninja_file)
-    return ROOT / library
-
-
-def build(ninja_file: str, *targets: str) -> None:
-    """Brings these up to date, by default the library; after another build, if one is under way:
-    of two ninjas in a folder each would miss what the other has compiled from which headers."""
-    ninja = find_program("ninja")
-    if not ninja:
-        raise not_found("ninja", "ninja")
-    count = jobs(len(os.sched_getaffinity(0)), available_gigabytes(), os.environ.get("MAX_JOBS"))
-    environment = {"NINJA_STATUS": "[%f/%t] %e s ", **os.environ}
-    command = [ninja, "-f", ninja_file, "-j", str(count), *targets]
+@contextmanager
+def one_build() -> Iterator[None]:
+    """Alone in the build folder, after another build if one is under way there. Of two, each would
+    change files that the other reads, and miss what the other has compiled."""
+    (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
     with (ROOT / BUILD / "lock").open("w") as lock:  # given up when the file is closed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print("flash_cute: another build is under way here: waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        print(f"flash_cute: compiling what has changed, {count} at a time", flush=True)
-        if subprocess.call(command, cwd=ROOT, env=environment) != 0:
-            raise BuildError("the build failed; the messages above say why")
+        yield
 
 
-def install_in_place() -> None:
-    built, library = build_library(), ROOT / LIBRARY
-    if not library.exists() or library.read_bytes() != built.read_bytes():
-        # Replaced, not overwritten: a process may have the old one loaded.
-        new = library.with_suffix(".new")
-        shutil.copyfile(built, new)
-        os.replace(new, library)
+def build_library(target: Path) -> None:
+    """Brings `target`, a copy of the library, up to date."""
+    with one_build():
+        ninja_file, library = write_ninja()
+        build(ninja_file)
+        built = ROOT / library
+        if not target.exists() or target.read_bytes() != built.read_bytes():
+            # Replaced, not overwritten: a process may have the old one loaded.
+            new = target.with_suffix(".new")
+            shutil.copyfile(built, new)
+            os.replace(new, target)
+
+
+def build(ninja_file: str, *targets: str) -> None:
+    """Brings these up to date, by default the library; within `one_build`."""
+    ninja = find_program("ninja")
+    if not ninja:
+        raise not_found("ninja", "ninja")
+    count = jobs(len(os.sched_getaffinity(0)), available_gigabytes(), os.environ.get("MAX_JOBS"))
+    print(f"flash_cute: compiling what has changed, {count} at a time", flush=True)
+    environment = {"NINJA_STATUS": "[%f/%t] %e s ", **os.environ}
+    command = [ninja, "-f", ninja_file, "-j", str(count), *targets]
+    if subprocess.call(command, cwd=ROOT, env=environment) != 0:
+        raise BuildError("the build failed; the messages above say why")
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--needs"]:
         print(*missing_packages())
     else:
-        install_in_place()
+        build_library(ROOT / LIBRARY)

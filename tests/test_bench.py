@@ -140,6 +140,7 @@ def test_kernels_of_an_architecture_need_a_gpu() -> None:
 
 
 def test_keys_in_parts_are_measured_beside() -> None:
+    """By the names; on the CPU keys are never split."""
     providers = [PROVIDERS["flash_cute"], baselines.with_splits(1), baselines.with_splits(3)]
     rows = harness.measure(small(), providers, FAST)
     assert [row["provider"] for row in rows] == ["flash_cute", "parts=1", "parts=3"]
@@ -204,6 +205,7 @@ def test_a_failing_provider_is_reported() -> None:
     (row,) = harness.measure(small(), [baselines.Provider("flash_cute", "", bind)], FAST)
     assert row["status"] == "failed" and row["note"] == "broken"
     assert run.went_wrong([row]) and run.went_wrong([{**row, "status": "skipped"}])
+    assert run.went_wrong([{**row, "provider": "parts=4"}])
     assert not run.went_wrong([{**row, "provider": "fa2"}])
 
 

@@ -13,6 +13,7 @@ import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -203,20 +204,24 @@ def test_missing_packages_are_asked_for(
         build_library.write_ninja()
 
 
-def test_one_build_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A ninja that says when it begins and ends, started twice."""
-    ninja = tmp_path / "ninja"
-    ninja.write_text("#!/bin/sh\necho begin\nsleep 0.5\necho end\n")
-    ninja.chmod(0o755)
+def test_one_build_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second waits, and says so, before it writes anything."""
     monkeypatch.setattr(build_library, "BUILD", str(tmp_path))
-    monkeypatch.setattr(build_library, "find_program", lambda name: str(ninja))
+    waits, first_is_done = Event(), Event()
+
+    def write_ninja() -> tuple[str, str]:
+        assert first_is_done.is_set()
+        raise BuildError("enough")
+
+    monkeypatch.setattr(build_library, "write_ninja", write_ninja)
+    monkeypatch.setattr(build_library, "print", lambda *text, **_: waits.set(), raising=False)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(build_library.build, ["build.ninja"] * 2))
-    lines = capfd.readouterr().out.splitlines()
-    assert [line for line in lines if line in ("begin", "end")] == ["begin", "end"] * 2
-    assert sum("another build is under way" in line for line in lines) == 1
+        with build_library.one_build():
+            second = pool.submit(build_library.build_library, tmp_path / "library.so")
+            assert waits.wait(60)
+            first_is_done.set()
+        with pytest.raises(BuildError, match="enough"):
+            second.result(60)
 
 
 def test_torch_is_found_without_importing_it(

@@ -261,14 +261,18 @@ def test_scores_ahead_are_computed_among_exponentials(code: str) -> None:
     for kernel, text in kernels.items():
         head_dim, block_m, block_n, warps, _ = config_of(kernel)
         rows = block_m // warps  # of a warp
-        exponentials, products = rows * 16 // 32, 2 * rows * 16 * head_dim // (16 * 8 * 16)
-        pieces = [
-            part
-            for part in re.split(r"\bBRA\b", text)
-            if part.count("HMMA") == products and part.count("MUFU.EX2") >= exponentials
-        ]
-        # Behind the last 16 keys there are no next; of some rows alone there is another step.
-        assert len(pieces) >= block_n // 16 - 1, kernel
-        for piece in pieces:
-            among = piece[piece.index("HMMA") : piece.rindex("HMMA")]
-            assert among.count("MUFU.EX2") >= exponentials // 2, kernel
+        # A whole tile's rows, or of one with few its first half's; as many products as these have
+        # the last step of a whole tile, which computes no next scores.
+        for part_of_rows, steps in ((rows, 1), (rows // 2, 2)):
+            exponentials = part_of_rows * 16 // 32
+            products = 2 * part_of_rows * 16 * head_dim // (16 * 8 * 16)
+            pieces = [
+                part
+                for part in re.split(r"\bBRA\b", text)
+                if part.count("HMMA") == products and part.count("MUFU.EX2") >= exponentials
+            ]
+            # Behind the last 16 keys there are no next.
+            assert len(pieces) >= steps * (block_n // 16 - 1), kernel
+            for piece in pieces:
+                among = piece[piece.index("HMMA") : piece.rindex("HMMA")]
+                assert among.count("MUFU.EX2") >= exponentials // 2, kernel

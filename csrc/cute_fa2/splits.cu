@@ -18,8 +18,9 @@ int64_t rows_of(const FwdParams& params) {
 }
 
 // What a call takes, in the time that a multiprocessor full of thread blocks takes for a key of
-// each. These have costs beside their keys, and combining the parts has its own: guesses by a model
-// of the GPU, none of which has been timed.
+// each, with all rows of a tile. (With half of them, as in decoding, a key takes less.) These have
+// costs beside their keys, and combining the parts has its own: guesses by a model of the GPU, none
+// of which has been timed.
 struct Cost {
   int64_t tiles, keys, rows;
   int multiprocessors, blocks_per_sm;

@@ -67,8 +67,9 @@ def test_results_do_not_depend_on_the_order_of_threads(emulator, head_dim, seed,
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3, 1e-42, 3.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_scales(emulator, head_dim, scale, is_causal):
-    inputs = random_inputs(1, 2, 100, head_dim, len_k=130, dtype=BF16)
-    check(emulator, *map(poisoned, inputs), is_causal, scale)
+    for len_q in (40, 100):
+        inputs = random_inputs(1, 2, len_q, head_dim, len_k=130, dtype=BF16)
+        check(emulator, *map(poisoned, inputs), is_causal, scale)
 
 
 def test_rows_that_skip_blocks_rise(emulator):
@@ -147,11 +148,11 @@ def test_bands(emulator, len_q, len_k, window_left, window_right, diagonal_offse
 
 @pytest.mark.parametrize("group", [2, 3, 8, 130])
 def test_heads_of_one_query_share_tiles(emulator, group):
-    def products(heads):
+    def tiles(heads):  # each of which waits equally often
         inputs = random_inputs(2, heads, 1, 64, heads_kv=2, len_k=150, dtype=BF16)
-        return check(emulator, *map(poisoned, inputs))[2].mma
+        return check(emulator, *map(poisoned, inputs))[2].block_barriers
 
-    assert products(2 * group) == -(-group // 128) * products(2)
+    assert tiles(2 * group) == -(-group // 128) * tiles(2)
 
 
 def test_heads_of_a_tile_read_the_keys_of_their_window_once(emulator):
@@ -164,13 +165,13 @@ def test_heads_of_a_tile_read_the_keys_of_their_window_once(emulator):
 
 @pytest.mark.parametrize("len_q, tiles", [(5, 1), (50, 2), (128, 3), (130, 6), (180, 6)])
 def test_heads_of_few_queries_share_tiles(emulator, len_q, tiles):
-    def products(heads, is_causal=False):
+    def barriers(heads, is_causal=False):
         inputs = random_inputs(2, heads, len_q, 64, heads_kv=1, len_k=150, dtype=BF16)
-        return check(emulator, *map(poisoned, inputs), is_causal)[2].mma
+        return check(emulator, *map(poisoned, inputs), is_causal)[2].block_barriers
 
-    assert products(3) * -(-len_q // 128) == tiles * products(1)
+    assert barriers(3) * -(-len_q // 128) == tiles * barriers(1)
     if tiles == 1:
-        assert products(3, is_causal=True) == products(1, is_causal=True)
+        assert barriers(3, is_causal=True) == barriers(1, is_causal=True)
 
 
 @BOTH_MASKS

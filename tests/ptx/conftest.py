@@ -76,12 +76,13 @@ def compiled(dtype: str, head_dims: Sequence[int]) -> list[str]:
         for head_dim in head_dims
         for mask in build_library.variants.MASKS
     ]
-    try:
-        ninja_file, _ = build_library.write_ninja()
-    except BuildError as error:
-        pytest.skip(str(error))
-    rules = Path(build_library.ROOT, ninja_file).read_text()
-    if not all(f"build {target}:" in rules for target in targets):
-        pytest.skip("FLASH_CUTE_HEAD_DIMS or FLASH_CUTE_ARCHS leaves out some of these kernels")
-    build_library.build(ninja_file, *targets)
-    return [Path(build_library.ROOT, target).read_text() for target in targets]
+    with build_library.one_build():
+        try:
+            ninja_file, _ = build_library.write_ninja()
+        except BuildError as error:
+            pytest.skip(str(error))
+        rules = Path(build_library.ROOT, ninja_file).read_text()
+        if not all(f"build {target}:" in rules for target in targets):
+            pytest.skip("FLASH_CUTE_HEAD_DIMS or FLASH_CUTE_ARCHS leaves out some of these kernels")
+        build_library.build(ninja_file, *targets)
+        return [Path(build_library.ROOT, target).read_text() for target in targets]

@@ -107,8 +107,8 @@ class OnlineSoftmax {
   // vote together. Where it returns true, `rescale` multiplies `out`, the weighted sum of V so far,
   // before anything is added to it; while `out` is 0 that may be left out. `weigh` replaces the
   // scores by their weights; they have to be those that `raise` has had, which may have subtracted
-  // the maximum. `scores` and `out` are matrices of (kRows, columns), or of some rows from
-  // kFirstRow on; the statistics of the others stay as they are.
+  // the maximum. `scores` and `out` are matrices of (kRows, columns), or of consecutive rows,
+  // the first of which is kFirstRow; the statistics of the others stay as they are.
   template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE bool may_rise(const Scores& scores) const {
     bool result = false;
@@ -133,6 +133,7 @@ class OnlineSoftmax {
       if (!holders.any(may_rise)) return false;
     }
     constexpr int kCount = decltype(cute::size<0>(scores))::value;
+    static_assert(kFirstRow + kCount <= kRows);
     float row_max[kCount];
     CUTE_UNROLL
     for (int r = 0; r < kCount; ++r) {
@@ -225,8 +226,8 @@ class OnlineSoftmax {
       for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= inverse;
       has_keyless |= sum_[r] == 0.f;
     }
-    // Apart, as it is rare. 0 x (1 / 0) is NaN, and so is what 0 x infinity has left in `out`,
-    // where V has one.
+    // Apart, as it is rare but where a tile has few rows. 0 x (1 / 0) is NaN, and so is what 0 x
+    // infinity has left in `out`, where V has one.
     if (platform::any_in_warp(has_keyless)) {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) {

@@ -44,7 +44,7 @@ class FwdMainloop {
   using FirstHalf = MmaRows<0, 1>;
   using SecondHalf = MmaRows<1, 1>;
   static constexpr bool kHasHalves = !kSharesRows && kBlockM == 2 * kMmaRows;
-  static constexpr bool kServesHalves =
+  static constexpr bool kWalksFirstHalf =
       kHasHalves && (kMask == MaskKind::kFull || Traits::kHeadDim < 128);
   static constexpr bool kSkipsRows = kHasHalves && kMask == MaskKind::kBanded &&
                                      (kScoresAhead ? kBlockN == kMmaRows : kBlockN <= kMmaRows);
@@ -105,9 +105,9 @@ class FwdMainloop {
       copy(LoadQ{}, LoadQ{}.get_slice(thread_here).partition_S(sQ()), fragments.tXrQ());
       clear(fragments.tSrS_all);
     }
-    if (!kServesHalves || row_end - row0_ > kMmaRows) {
+    if (!kWalksFirstHalf || row_end - row0_ > kMmaRows) {
       walk<AllRows>(n_block, fragments, tOrO);
-    } else if constexpr (kServesHalves) {
+    } else if constexpr (kWalksFirstHalf) {
       walk<FirstHalf>(n_block, fragments, tOrO);
     }
   }
@@ -344,7 +344,7 @@ class FwdMainloop {
 
   // Of the next block the second half of the rows is never alone.
   template <class Rows>
-  using NextRows = std::conditional_t<std::is_same_v<Rows, FirstHalf>, FirstHalf, AllRows>;
+  using NextRows = std::conditional_t<std::is_same_v<Rows, SecondHalf>, AllRows, Rows>;
 
   // S of the first block, Q being in registers.
   template <class Rows>

@@ -15,7 +15,8 @@ class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
                        int block_m, int l2_bytes) {
-    // Equal tiles need no order but that of memory.
+    // Equal tiles need no order but that of memory. That a head's last may take half of their time,
+    // where it has few rows, is left out of account.
     const int section = mask == MaskKind::kFull ? 1 : TileOrder::kv_heads_in_l2(params, l2_bytes);
     Schedule schedule;
     schedule.order_ = TileOrder::make(params, query_rows, mask, block_m, block_m, section);
