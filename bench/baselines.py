@@ -38,7 +38,7 @@ class Provider:
     pinned: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-#: Of flash_cute with its keys in a given number of parts, which stands behind.
+#: How the names of flash_cute with its keys in a given number of parts begin.
 PARTS = "parts="
 
 # -- flash_cute ----------------------------------------------------------------------------------
