@@ -209,7 +209,7 @@ SM80_FAULTS = [
     ),
     Fault(
         "store past the last row of the LSE",
-        "written already",  # it is the first row of the head behind
+        f"written already|{BOUNDS}",  # the first row of the head behind, if there is one
         [(EPILOGUE, "exists(row, len_q)) visit", "exists(row, len_q + 1)) visit")],
     ),
     Fault(

@@ -39,6 +39,7 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
             (random_inputs, 3, 1, 30, 40, head_dim, True, None),
             (rising_inputs, 1, 1, 70, 300, head_dim, False, 4.0),
             (random_inputs, 1, 1, 40, 300, head_dim, False, 50.0),
+            (random_inputs, 1, 1, 70, 120, head_dim, True, None),
         ]
     ):
         inputs = inputs_of(
