@@ -101,8 +101,8 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--tiles", type=Path, nargs="+", default=[], metavar="LIBRARY",
                      help="tiles beside those of the table, made by bench.tiles")  # fmt: skip
     how.add_argument("--splits", type=positive, nargs="+", default=[], metavar="N",
-                     help="flash_cute with the keys in N parts, beside the number that it chooses; "
-                          "1: whole (--suite decode --splits 1 4 16)")  # fmt: skip
+                     help="flash_cute with the keys in at most N parts, beside the number that it "
+                          "chooses; 1: whole (--suite decode --splits 1 4 16)")  # fmt: skip
     how.add_argument("--rounds", type=positive, default=5, help="interleaved rounds (default 5)")
     how.add_argument("--iters", type=positive, help="calls a round (default: by --time-budget)")
     how.add_argument("--time-budget", type=positive, default=150, metavar="SECONDS",
@@ -189,6 +189,8 @@ def check_arguments(
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             parser.error(f"{options}: of no effect with --host-time and --memory; leave it out")
+    if args.smem_limit and args.splits:
+        parser.error("--splits takes the tiles of this GPU, and --smem-limit others")
     for option in ("--smem-limit", "--arch", "--splits"):
         given = getattr(args, option[2:].replace("-", "_"))
         if given and device.type != "cuda":
@@ -224,8 +226,13 @@ def run_cases(
 
 def went_wrong(rows: list[Row]) -> bool:
     """Ours must run everywhere and be right; what a peer cannot do is only reported."""
-    ours = [row for row in rows if row["provider"].startswith((OURS, PARTS))]
-    return any(row["status"] != "ok" or row.get("correct") is False for row in ours)
+    names = {row["provider"] for row in rows}
+    ours = {name for name in names if name in (OURS, "sm80") or name.startswith(PARTS)}
+    return any(
+        row["status"] != "ok" or row.get("correct") is False
+        for row in rows
+        if row["provider"] in ours
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -194,8 +194,8 @@ def for_ninja(command: list[str]) -> str:
     return re.sub(r"\$(?!in|out|flags)", "$$$$", " ".join(words))
 
 
-def write_ninja() -> tuple[str, str]:
-    """Writes the build file; returns its path and the library's, both relative to the checkout."""
+def find_tools() -> tuple[Path, Path, Cuda, str]:
+    """torch, CUTLASS, the CUDA toolkit and the C++ compiler; an error where one is missing."""
     torch, cutlass, cuda, compiler = find_torch(), find_cutlass(), find_cuda(), find_compiler()
     if not torch:
         raise not_found("torch 2.10 or newer", TORCH_PACKAGE)
@@ -203,6 +203,13 @@ def write_ninja() -> tuple[str, str]:
         raise not_found("CUTLASS (neither third_party/cutlass nor a package)", CUTLASS_PACKAGE)
     if not cuda:
         raise not_found("nvcc", " ".join(CUDA_PACKAGES))
+    return torch, cutlass, cuda, compiler
+
+
+def write_ninja() -> tuple[str, str]:
+    """Writes the build file; returns its path and the library's, both relative to the checkout.
+    Within `one_build`."""
+    torch, cutlass, cuda, compiler = find_tools()
     cuda_include = toolkit_folder(cuda, "cuda_runtime.h", compiler)
     cuda_library = toolkit_folder(cuda, "libcudart_static.a", compiler)
     head_dims = chosen_items("FLASH_CUTE_HEAD_DIMS", variants.ALL_HEAD_DIMS)
@@ -284,6 +291,7 @@ def one_build() -> Iterator[None]:
 
 def build_library(target: Path) -> None:
     """Brings `target`, a copy of the library, up to date."""
+    find_tools()  # what is missing is said at once
     with one_build():
         ninja_file, library = write_ninja()
         build(ninja_file)

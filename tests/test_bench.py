@@ -206,6 +206,7 @@ def test_a_failing_provider_is_reported() -> None:
     assert row["status"] == "failed" and row["note"] == "broken"
     assert run.went_wrong([row]) and run.went_wrong([{**row, "status": "skipped"}])
     assert run.went_wrong([{**row, "provider": "parts=4"}])
+    assert run.went_wrong([{**row, "provider": "sm80"}])
     assert not run.went_wrong([{**row, "provider": "fa2"}])
 
 
@@ -233,6 +234,7 @@ def test_iterations_follow_the_budget() -> None:
         ("--arch sm75", "invalid choice"),
         ("--device cpu --splits 4", "--splits is a choice of the GPU's kernels"),
         ("--splits 0", "at least 1"),
+        ("--splits 2 --smem-limit 101376", "--splits takes the tiles of this GPU"),
         ("--host-time --plot x.png", "--plot"),
         ("--host-time --iters 3 --rounds 2", "--rounds, --iters: of no effect"),
         ("--host-time --suite train", "--suite: of no effect"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import fcntl
 import json
 import os
 import shlex
@@ -207,21 +208,50 @@ def test_missing_packages_are_asked_for(
 def test_one_build_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The second waits, and says so, before it writes anything."""
     monkeypatch.setattr(build_library, "BUILD", str(tmp_path))
-    waits, first_is_done = Event(), Event()
+    says, first_is_done = Event(), Event()
+    monkeypatch.setattr(build_library, "print", lambda *text, **_: says.set(), raising=False)
 
-    def write_ninja() -> tuple[str, str]:
-        assert first_is_done.is_set()
-        raise BuildError("enough")
+    def second() -> None:
+        with build_library.one_build():
+            assert first_is_done.is_set()
 
-    monkeypatch.setattr(build_library, "write_ninja", write_ninja)
-    monkeypatch.setattr(build_library, "print", lambda *text, **_: waits.set(), raising=False)
     with ThreadPoolExecutor() as pool:
         with build_library.one_build():
-            second = pool.submit(build_library.build_library, tmp_path / "library.so")
-            assert waits.wait(60)
+            done = pool.submit(second)
+            while not says.wait(0.01) and not done.done():
+                pass
             first_is_done.set()
-        with pytest.raises(BuildError, match="enough"):
-            second.result(60)
+        done.result()
+        assert says.is_set()
+
+
+def test_a_build_is_alone_until_the_library_is_copied(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps = []
+
+    def is_alone(step: str) -> None:
+        with (tmp_path / "lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        steps.append(step)
+
+    def write_ninja() -> tuple[str, str]:
+        is_alone("write_ninja")
+        (tmp_path / "built.so").write_text("library")
+        return "build.ninja", str(tmp_path / "built.so")
+
+    def replace(new: Path, target: Path) -> None:
+        is_alone("replace")
+        new.rename(target)
+
+    monkeypatch.setattr(build_library, "BUILD", str(tmp_path))
+    monkeypatch.setattr(build_library, "find_tools", lambda: None)
+    monkeypatch.setattr(build_library, "write_ninja", write_ninja)
+    monkeypatch.setattr(build_library, "build", lambda ninja_file: is_alone("build"))
+    monkeypatch.setattr(build_library.os, "replace", replace)
+    build_library.build_library(tmp_path / "library.so")
+    assert steps == ["write_ninja", "build", "replace"]
+    assert (tmp_path / "library.so").read_text() == "library"
 
 
 def test_torch_is_found_without_importing_it(
@@ -344,7 +374,7 @@ def run_hook(call: str, **variables: str) -> str:
     """Calls a hook of the build backend in a process of its own, as pip does."""
     pytest.importorskip("setuptools", minversion="77.0.3")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "csrc"), **variables}
-    command = [sys.executable, "-c", f"import setup, build_library; {call}"]
+    command = [sys.executable, "-c", f"import setup, build_library\n{call}"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -381,8 +411,10 @@ def test_wheel(tmp_path: Path) -> None:
         "FLASH_CUTE_ARCHS": ",".join(arch[3:] for arch in info["archs"] if arch.startswith("sm_")),
     }
     plan = run_hook(
-        "import subprocess; path, _ = build_library.write_ninja(); "
-        "subprocess.run([build_library.find_program('ninja'), '-n', '-f', path], check=True)",
+        "import subprocess\n"
+        "with build_library.one_build():\n"
+        "    path, _ = build_library.write_ninja()\n"
+        "    subprocess.run([build_library.find_program('ninja'), '-n', '-f', path], check=True)",
         **variables,
     )
     if "compiling" in plan:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -261,22 +262,23 @@ def test_scores_ahead_are_computed_among_exponentials(code: str) -> None:
     for kernel, text in kernels.items():
         head_dim, block_m, block_n, warps, _ = config_of(kernel)
         rows = block_m // warps  # of a warp
-        # A whole tile's rows, or of one with few its first half's; as many products as these have
-        # the last step of a whole tile, which computes no next scores.
-        for part_of_rows, steps in ((rows, 1), (rows // 2, 2)):
-            exponentials = part_of_rows * 16 // 32
-            products = 2 * part_of_rows * 16 * head_dim // (16 * 8 * 16)
-            pieces = [
-                part
-                for part in re.split(r"\bBRA\b", text)
-                if part.count("HMMA") == products and part.count("MUFU.EX2") >= exponentials
-            ]
-            # Behind the last 16 keys there are no next.
-            assert len(pieces) >= steps * (block_n // 16 - 1), kernel
-            among = [
-                piece[piece.index("HMMA") : piece.rindex("HMMA")].count("MUFU.EX2")
-                for piece in pieces
-            ]
-            # At head dim 32 one piece of a first half has its exponentials before its products.
-            enough = min(among) if steps == 1 else sum(among) // len(among)
-            assert enough >= exponentials // 2, kernel
+        exponentials, products = rows * 16 // 32, 2 * rows * 16 * head_dim // (16 * 8 * 16)
+        pieces = re.split(r"\bBRA\b", text)
+        # Behind the last 16 keys there are no next.
+        whole = among_products(pieces, products, range(exponentials, 2 * exponentials))
+        assert len(whole) >= block_n // 16 - 1, kernel
+        assert min(whole) >= exponentials // 2, kernel
+        # Of a tile with few rows. Before the first 16 keys there are others' exponentials; at head
+        # dim 32 sm_80 has one of the pieces with its exponentials before its products.
+        half = among_products(pieces, products // 2, [exponentials // 2])
+        assert len(half) >= block_n // 16 - 2, kernel
+        assert sum(half) >= len(half) * exponentials // 4, kernel
+
+
+def among_products(pieces: list[str], products: int, exponentials: Container[int]) -> list[int]:
+    """Of the pieces with so many of each, how many exponentials stand among the products."""
+    return [
+        piece[piece.index("HMMA") : piece.rindex("HMMA")].count("MUFU.EX2")
+        for piece in pieces
+        if piece.count("HMMA") == products and piece.count("MUFU.EX2") in exponentials
+    ]

@@ -82,12 +82,12 @@ def has_halves(tile):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", TILES)
 def test_products_of_few_rows(emulator, name, is_causal):
-    """A tile that has no more than half of its rows multiplies no others, as in decoding, except
-    under a mask at head dim 128."""
+    """A tile that has no more than half of its rows multiplies no others, except under a mask at
+    head dim 128; to a single row, as in decoding, a causal mask is none."""
     tile, smem_limit = TILES[name]
     m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
-    takes_half = has_halves(tile) and not (is_causal and d == 128)
-    for rows in (2, m // 2, m // 2 + 1):
+    for rows in (1, 2, m // 2, m // 2 + 1):
+        takes_half = has_halves(tile) and (rows == 1 or not (is_causal and d == 128))
         halves = 1 if takes_half and rows <= m // 2 else 2
         inputs = random_inputs(1, 1, rows, d, len_k=n, dtype=torch.bfloat16)
         counters = check(emulator, *map(poisoned, inputs), is_causal, smem_limit=smem_limit)[2]

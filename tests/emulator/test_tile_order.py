@@ -108,9 +108,9 @@ def time_taken(
 ) -> float:
     """Until the last block ends, as a multiple of the least that it can be: the mean over the
     places for blocks, or j tiles, each as the shortest of so many that one place has j of them. A
-    tile takes a time of 1 for each block of keys, and of sm90 for each consumer. (That sm80 may
-    take half of it for a head's last, which has few rows, its order does not know either.) Each
-    tile has one block."""
+    tile takes a time of 1 for each block of keys, and of sm90 for each consumer. (For a head's
+    last tile, if it has few rows, sm80 may take half of that; its order takes no account of it.)
+    Each tile has one block."""
     tile = kernels.tile(head_dim)
     if kernels.arch == 80:
         (tile,) = (t for t in ops.tiles_for(smem_kb << 10) if t["head_dim"] == head_dim)
