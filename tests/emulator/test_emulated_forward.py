@@ -72,6 +72,15 @@ def test_scales(emulator, head_dim, scale, is_causal):
         check(emulator, *map(poisoned, inputs), is_causal, scale)
 
 
+@BOTH_DTYPES
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_few_rows_have_the_bits_of_a_whole_tile(emulator, head_dim, dtype):
+    q, k, v = random_inputs(1, 2, 128, head_dim, len_k=200, dtype=dtype)
+    whole = check(emulator, q, k, v, False, 3.0)
+    few = check(emulator, q[:, :, :37], k, v, False, 3.0)
+    assert all(torch.equal(a[:, :, :37], b) for a, b in zip(whole[:2], few[:2], strict=True))
+
+
 def test_rows_that_skip_blocks_rise(emulator):
     """The 128 x 32 tile has two blocks at its end that only half of its rows see."""
     inputs = random_inputs(1, 2, 200, 128, dtype=BF16)
