@@ -36,10 +36,9 @@ class Provider:
     why_not: Callable[[Case, torch.device], str | None] = _any_case
     #: Entered around the timed loop, so that choosing a backend is not timed with the call.
     pinned: Callable[[], AbstractContextManager[object]] = nullcontext
+    #: flash_cute, by whichever kernels: a failure or a wrong result is ours.
+    is_ours: bool = False
 
-
-#: How the names of flash_cute with its keys in a given number of parts begin.
-PARTS = "parts="
 
 # -- flash_cute ----------------------------------------------------------------------------------
 
@@ -67,7 +66,7 @@ def _by_the_op(name: str, about: str, **choices: int) -> Provider:
         fwd = torch.ops.flash_cute.fwd.default
         return lambda: fwd(q, k, v, case.scale, -1, window_right, offset, **choices)
 
-    return Provider(name, about, bind, _flash_cute_why_not)
+    return Provider(name, about, bind, _flash_cute_why_not, is_ours=True)
 
 
 def with_smem_limit(smem_limit: int) -> Provider:
@@ -80,7 +79,7 @@ def with_splits(count: int) -> Provider:
     """flash_cute's sm80 kernels with the keys in at most `count` parts, which are whole blocks of
     keys; 1: whole."""
     about = f"flash_cute's sm80 kernels, keys in {count} part(s)"
-    return _by_the_op(f"{PARTS}{count}", about, arch=80, splits=count)
+    return _by_the_op(f"parts={count}", about, arch=80, splits=count)
 
 
 def with_arch(arch: str, name: str = "flash_cute") -> Provider:
@@ -94,7 +93,7 @@ def with_arch(arch: str, name: str = "flash_cute") -> Provider:
 
         return lambda: flash_cute.forward(q, k, v, is_causal=case.causal, arch=arch)
 
-    return Provider(name, f"flash_cute's {arch} kernels", bind, why_not)
+    return Provider(name, f"flash_cute's {arch} kernels", bind, why_not, is_ours=True)
 
 
 # -- torch SDPA, one backend at a time -----------------------------------------------------------
@@ -195,7 +194,9 @@ def _bind_triton(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) 
 PROVIDERS = {
     provider.name: provider
     for provider in (
-        Provider("flash_cute", "flash_cute.forward", _bind_flash_cute, _flash_cute_why_not),
+        Provider(
+            "flash_cute", "flash_cute.forward", _bind_flash_cute, _flash_cute_why_not, is_ours=True
+        ),
         with_arch("sm80", name="sm80"),
         _sdpa("fa2", "torch SDPA, flash backend", SDPBackend.FLASH_ATTENTION, 256),
         _sdpa("cudnn", "torch SDPA, cuDNN backend", SDPBackend.CUDNN_ATTENTION, 256),

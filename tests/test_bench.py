@@ -204,10 +204,24 @@ def test_a_failing_provider_is_reported() -> None:
 
     (row,) = harness.measure(small(), [baselines.Provider("flash_cute", "", bind)], FAST)
     assert row["status"] == "failed" and row["note"] == "broken"
-    assert run.went_wrong([row]) and run.went_wrong([{**row, "status": "skipped"}])
-    assert run.went_wrong([{**row, "provider": "parts=4"}])
-    assert run.went_wrong([{**row, "provider": "sm80"}])
-    assert not run.went_wrong([{**row, "provider": "fa2"}])
+
+
+def test_a_run_fails_where_ours_do() -> None:
+    """Whatever makes ours by name or number; what a peer does changes nothing."""
+    provider_of = {
+        "flash_cute": baselines.with_smem_limit(101376), "sm80": PROVIDERS["sm80"],
+        "parts=4": baselines.with_splits(4), "fa2": PROVIDERS["fa2"],
+    }  # fmt: skip
+    for changes, wrong in (
+        ({"status": "ok"}, set()),
+        ({"status": "ok", "correct": True}, set()),
+        ({"status": "ok", "correct": False}, {"flash_cute", "sm80", "parts=4"}),
+        ({"status": "failed"}, {"flash_cute", "sm80", "parts=4"}),
+        ({"status": "skipped"}, {"flash_cute"}),  # sm80 by name is not for the CPU
+    ):
+        for name, provider in provider_of.items():
+            assert provider.name == name
+            assert run.went_wrong([{"provider": name} | changes], [provider]) == (name in wrong)
 
 
 def test_iterations_follow_the_budget() -> None:

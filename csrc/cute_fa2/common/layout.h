@@ -32,13 +32,13 @@ CUTE_DEVICE constexpr auto as_matrix(cute::Tensor<Engine, Layout>&& accumulator)
 
 // Of a warp's MMAs along the rows, kCount from the kFirst on; each has two rows of a thread.
 template <int kFirst_, int kCount_>
-struct MmaRows {
+struct MmaRange {
   static constexpr int kFirst = kFirst_;
   static constexpr int kCount = kCount_;
   static constexpr int kFirstRow = 2 * kFirst;  // of the thread's
 };
 
-// (values, MMA_M, MMA_N) -> (values, Rows::kCount, MMA_N)
+// (values, MMA_M, MMA_N) -> (values, Rows::kCount, MMA_N), of a range of MMAs
 template <class Rows, class Engine, class Layout>
 CUTE_DEVICE constexpr auto select_rows(cute::Tensor<Engine, Layout>& fragment) {
   using namespace cute;

@@ -40,9 +40,9 @@ class FwdMainloop {
   // What a step works with. The first half of the tile's rows alone, where it has no more, as in
   // decoding; under masks at head dim 128 that would spill. The second alone in blocks of which the
   // first sees no key: under a causal mask the last of a tile of 128 x 64 is one.
-  using AllRows = MmaRows<0, kBlockM / kMmaRows>;
-  using FirstHalf = MmaRows<0, 1>;
-  using SecondHalf = MmaRows<1, 1>;
+  using AllRows = MmaRange<0, kBlockM / kMmaRows>;
+  using FirstHalf = MmaRange<0, 1>;
+  using SecondHalf = MmaRange<1, 1>;
   static constexpr bool kHasHalves = !kSharesRows && kBlockM == 2 * kMmaRows;
   static constexpr bool kWalksFirstHalf =
       kHasHalves && (kMask == MaskKind::kFull || Traits::kHeadDim < 128);
@@ -268,8 +268,8 @@ class FwdMainloop {
     if constexpr (kScoresAhead) {
       weigh_and_multiply<Rows, kComputesNext>(thread_here, n_block, fragments, tOrO_step);
       if constexpr (kComputesNext) {
-        auto next = select_rows<NextRows<Rows>>(fragments.tSrS_all);
-        fragments.may_rise = softmax_.may_rise(as_matrix(next));
+        auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
+        fragments.may_rise = softmax_.may_rise(as_matrix(tSrS_next));
       }
     } else {
       // From here on there is no branch, so that the exponentials of later columns run under the
@@ -317,8 +317,8 @@ class FwdMainloop {
       }
     };
     clear(tSrS);
-    multiply<LoadK>(TiledMma{}, thread, select_rows<Rows>(fragments.tSrQ), fetch_q, fragments.tSrK,
-                    sK(n_block), tSrS);
+    auto tSrQ = select_rows<Rows>(fragments.tSrQ);  // (8, MMA_M, D / 16)
+    multiply<LoadK>(TiledMma{}, thread, tSrQ, fetch_q, fragments.tSrK, sK(n_block), tSrS);
   }
 
   // Of shared rows: O += P V, where P's columns come from all warps, through shared memory.
@@ -349,10 +349,9 @@ class FwdMainloop {
   // S of the first block, Q being in registers.
   template <class Rows>
   CUTE_DEVICE void first_scores(unsigned thread, int n_block, Fragments& fragments) {
-    auto tSrS = select_rows<Rows>(fragments.tSrS_all);
-    multiply<LoadK>(
-        TiledMma{}, thread, select_rows<Rows>(fragments.tSrQ), [](int) {}, fragments.tSrK,
-        sK(n_block), tSrS);
+    auto tSrS = select_rows<Rows>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
+    auto tSrQ = select_rows<Rows>(fragments.tSrQ);      // (8, MMA_M, D / 16)
+    multiply<LoadK>(TiledMma{}, thread, tSrQ, [](int) {}, fragments.tSrK, sK(n_block), tSrS);
   }
 
   // Scores to weights, O += P V of this block, and, with kComputesNext, S = Q K^T of the next in
@@ -371,9 +370,9 @@ class FwdMainloop {
     const int next_block = kComputesNext ? n_block - 1 : n_block;  // in the last, not read
     auto fetch_keys = fetcher<LoadK>(thread, fragments.tSrK, sK(next_block));
     auto fetch_values = fetcher<LoadVt>(thread, fragments.tOrVt, sVt(n_block));
-    auto tSrS_step = select_rows<Rows>(fragments.tSrS_all);
-    auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);
-    auto tSrQ_next = select_rows<NextRows<Rows>>(fragments.tSrQ);
+    auto tSrS_step = select_rows<Rows>(fragments.tSrS_all);            // (4, MMA_M, N / 8)
+    auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // likewise, of the next step
+    auto tSrQ_next = select_rows<NextRows<Rows>>(fragments.tSrQ);      // (8, MMA_M, D / 16)
     // P, two elements a word.
     auto words = make_tensor<uint32_t>(
         make_shape(_4{}, size<1>(tSrS_step), Int<kPieces>{}));  // (4, MMA_M, N / 16)
