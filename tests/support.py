@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -171,6 +172,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "columns": {"order": "bhdn"},
     "head dim outermost": {"order": "dbhn"},
 }
+
+
+def random_call(
+    seed: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """q, k and v, and the other arguments of `check`: whatever the contract allows, all at once, of
+    sizes around those of tiles. What the other tests change one at a time."""
+    dice = random.Random(seed)
+    head_dim = dice.choice([dice.randint(1, 256), dice.choice(HEAD_DIMS)])
+    heads_kv, group = dice.randint(1, 3), dice.choice([1, 1, 2, 3, 5, 8])
+    len_q = dice.choice([1, dice.randint(2, 20), dice.randint(20, 140), dice.randint(100, 330)])
+    len_k = dice.choice([dice.randint(0, 5), dice.randint(1, 140), dice.randint(100, 420), len_q])
+    inputs = [
+        poisoned(x, **dice.choice([{}, *LAYOUTS.values()]))
+        for x in random_inputs(
+            *(dice.choice([1, 1, 2]), heads_kv * group, len_q, head_dim),
+            heads_kv=heads_kv, len_k=len_k, dtype=dtype, device=device, seed=seed,
+        )
+    ]  # fmt: skip
+    scale = dice.choice([None, None, 1.0, 4.0, 1e-3, 0.0, -0.5])
+    call: dict[str, Any] = {"softmax_scale": scale, "is_causal": dice.random() < 0.3}
+    if not call["is_causal"] and dice.random() < 0.6:
+        sides = [-1, 0, dice.randint(0, 30), dice.randint(0, 300)]
+        call["window_left"], call["window_right"] = dice.choice(sides), dice.choice(sides)
+        call["diagonal_offset"] = dice.choice([0, len_k - len_q, dice.randint(-300, 300)])
+    return inputs, call
 
 
 def _with_steps(x: Tensor, **steps: int) -> Tensor:

@@ -19,6 +19,7 @@ from support import (
     check_rms_error,
     inputs_with_outliers,
     poisoned,
+    random_call,
     random_inputs,
     rising_inputs,
     run,
@@ -55,6 +56,14 @@ def test_grouped_heads(device, dtype, heads_q, heads_kv, is_causal):
         *random_inputs(2, heads_q, 70, 40, heads_kv=heads_kv, len_k=90, dtype=dtype, device=device),
         is_causal,
     )
+
+
+# Not in fp64: there the exact result is no more exact than the one that it is to judge.
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("device, dtype", [p for p in ALL_KERNELS if torch.float64 not in p.values])
+def test_random_calls(device, dtype, seed):
+    inputs, call = random_call(seed, dtype, device)
+    check(*inputs, **call)
 
 
 @pytest.mark.full

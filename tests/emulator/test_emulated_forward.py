@@ -16,6 +16,7 @@ from support import (
     check_rms_error,
     inputs_with_outliers,
     poisoned,
+    random_call,
     random_inputs,
     rising_inputs,
 )
@@ -51,6 +52,13 @@ def test_every_row_of_the_tile_table(emulator, dtype, head_dim, smem_limit, is_c
 def test_lengths(emulator, head_dim, len_q, len_k, is_causal):
     inputs = random_inputs(1, 1, len_q, head_dim, len_k=len_k, dtype=BF16)
     check(emulator, *map(poisoned, inputs), is_causal)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls(emulator, seed):
+    inputs, call = random_call(seed, [BF16, FP16][seed % 2])
+    device = {"smem_limit": SMEM_LIMITS[seed % 3], "multiprocessors": [1, 5, 132][seed // 3 % 3]}
+    check(emulator, *inputs, **call, **device, splits=[0, 0, 1, 2, 7][seed % 5], seed=seed)
 
 
 @BOTH_MASKS

@@ -4,10 +4,12 @@ each thread block takes several tiles and the rings of stages go round."""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from cases import check
+from emulator import EmulationError
 from support import (
     BANDS,
     HEAD_DIMS,
@@ -16,6 +18,7 @@ from support import (
     check_rms_error,
     inputs_with_outliers,
     poisoned,
+    random_call,
     random_inputs,
     rising_inputs,
 )
@@ -44,6 +47,16 @@ def test_fp16(hopper, head_dim, is_causal):
 def test_lengths(hopper, head_dim, len_q, len_k, is_causal):
     inputs = random_inputs(1, 2, len_q, head_dim, len_k=len_k, dtype=BF16)
     check(hopper[BF16], *map(poisoned, inputs), is_causal, multiprocessors=1)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls(hopper, seed):
+    inputs, call = random_call(seed, BF16)
+    if call["softmax_scale"] in (0.0, -0.5):  # which are sm80's
+        call["softmax_scale"] = 2.0
+    no_keys = pytest.raises(EmulationError, match="there are no keys")
+    with nullcontext() if inputs[1].shape[2] else no_keys:
+        check(hopper[BF16], *inputs, **call, multiprocessors=[1, 2, 5][seed % 3], seed=seed)
 
 
 @BOTH_MASKS
