@@ -24,7 +24,12 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" where tracked files differ; None outside git."""
+    """The checkout's commit, with "-dirty" where tracked files differ; None outside git, or where
+    another flash_cute is measured than the checkout's."""
+    import flash_cute
+
+    if not Path(flash_cute.__file__).resolve().is_relative_to(REPOSITORY / "flash_cute"):
+        return None
     head = _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD")
     if head is None:
         return None

@@ -58,6 +58,13 @@ def head_dim(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """As torch takes it."""
+    if not 0 <= int(text) < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**63 - 1")
+    return int(text)
+
+
 def provider_names(text: str) -> list[str]:
     if text == "all":
         return list(PROVIDERS)
@@ -113,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--arch", choices=("sm80", "sm90"),
                      help="flash_cute's kernels of one architecture")  # fmt: skip
     how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--seed", type=seed, default=0)
 
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="PATH", help="save the rows")
@@ -252,7 +259,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.tiles:
         from bench.tiles import provider as tile_provider
 
-        providers += [tile_provider(path.resolve()) for path in args.tiles]
+        try:
+            providers += [tile_provider(path.resolve()) for path in args.tiles]
+        except (OSError, ValueError) as error:
+            parser.error(f"--tiles: {error}")
     # Half of the time goes to flushing the cache, drawing inputs and warming up.
     turns = len(cases) * len(providers) * args.rounds
     budget_ms = min(20.0, 0.5e3 * args.time_budget / turns)

@@ -30,7 +30,7 @@ import torch
 from bench import simulate
 from bench.baselines import Call as BoundCall
 from bench.baselines import Provider, Result
-from bench.cases import DTYPES, Case
+from bench.cases import Case
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc"
@@ -154,10 +154,13 @@ class Call(ctypes.Structure):
 
 
 def provider(path: Path) -> Provider:
-    """The tile in a library that `main` has made, by the file's name."""
+    """The tile in a library that `main` has made, by the file's name. Raises ValueError for a file
+    of another kind, OSError for one that cannot be loaded."""
     name = path.stem
-    dtype = next(dtype for dtype in DTYPES if dtype in name)
-    bucket = int(name.split("_")[1])
+    parts = re.fullmatch(rf"sm\d+_(\d+)_.*_({'|'.join(CPP_DTYPES)})(_x\d+)?", name)
+    if parts is None:
+        raise ValueError(f"{path} is no library made by bench.tiles, by its name")
+    bucket, dtype = int(parts[1]), parts[2]
     forward = ctypes.CDLL(str(path)).forward
     forward.restype = ctypes.c_char_p
 

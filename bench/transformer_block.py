@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import flash_cute
 from bench.baselines import naive_attention
 from bench.cases import DTYPES
-from bench.run import head_dim, positive
+from bench.run import head_dim, positive, seed
 from bench.tables import grid
 from flash_cute import reference, tolerance
 
@@ -141,7 +141,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--D", type=head_dim, default=64, help="head dim, up to 256 (default 64)")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     args = parser.parse_args(argv)
     available = torch.cuda.is_available()
     if args.device == "cuda" and not available:

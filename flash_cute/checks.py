@@ -229,6 +229,12 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
             raise ValueError(f"softmax_scale is {_shown(softmax_scale)}: it must be finite")
         allowed = "a float, an int, or None for 1/sqrt(D)"
         raise TypeError(f"softmax_scale is {_shown(softmax_scale)}: it must be {allowed}")
+    refuse_gradients(q, k, v)
+    raise AssertionError("forward refused arguments that are all valid")
+
+
+def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises where a gradient is wanted."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if _has_tangent(x):
             raise NotImplementedError(
@@ -241,7 +247,6 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
                 f"{name} takes part in a gradient and flash_cute.forward has no backward yet: call "
                 f"it under torch.no_grad() or on detached tensors, or use {SDPA}"
             )
-    raise AssertionError("forward refused arguments that are all valid")
 
 
 def _name(x: torch.dtype | torch.layout) -> str:

@@ -25,6 +25,12 @@ SMALL_SCALE, LARGE_SCALE = 1e-20, 1e20
 _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
+def _largest(x: Tensor) -> float:
+    """The greatest size of an element, without a copy; NaN if there is one."""
+    least, greatest = (float(end) for end in torch.aminmax(x))
+    return max(-least, greatest)
+
+
 @torch.no_grad()  # as on a GPU, where the op has no gradient either
 def attention(
     q: Tensor,
@@ -55,7 +61,7 @@ def attention(
     dtype = torch.float64 if in_fp64 else torch.float32
     # Scores beyond the dtype's range, NaN and Inf: the kernel adds its mask, so such a key would
     # reach rows that do not see it (inf + -inf is NaN), and it takes a row of -inf for empty.
-    largest = float(q.abs().amax()) * float(k.abs().amax()) * head_dim * abs(softmax_scale)
+    largest = _largest(q) * _largest(k) * head_dim * abs(softmax_scale)
     if not largest < torch.finfo(dtype).max / 2:
         exact_out, exact_lse = reference.attention_blockwise(
             q,

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import Tensor
 
-from flash_cute import cpu
+from flash_cute import checks, cpu
 
 LIBRARY = Path(__file__).parent / "_flash_cute.so"
 
@@ -130,6 +130,21 @@ def _fwd_autocast(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
 
 torch.library.impl("flash_cute::fwd", "AutocastCUDA", _fwd_autocast)
 torch.library.impl("flash_cute::fwd", "AutocastCPU", _fwd_autocast)
+
+
+#: Calls in its context go past the op's autograd.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
+    """Refuses gradients where the op stands alone: in programs that were captured without one
+    (torch.export), and where torch.compile knows of it only after tracing `forward`."""
+    checks.refuse_gradients(q, k, v)
+    with below_autograd():
+        return fwd(q, k, v, *args)
+
+
+torch.library.impl("flash_cute::fwd", "Autograd", _fwd_autograd)
 
 
 def _fwd_vmap(

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import flash_cute
 from bench import (
     baselines,
     check,
+    environment,
     harness,
     host_time,
     memory,
@@ -224,6 +226,14 @@ def test_a_run_fails_where_ours_do() -> None:
             assert run.went_wrong([{"provider": name} | changes], [provider]) == (name in wrong)
 
 
+def test_the_commit_is_that_of_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_output", lambda *command: "abc" if "HEAD" in command else "")
+    monkeypatch.setattr(flash_cute, "__file__", str(environment.REPOSITORY / "flash_cute/x.py"))
+    assert environment.commit() == "abc"
+    monkeypatch.setattr(flash_cute, "__file__", "/site-packages/flash_cute/__init__.py")
+    assert environment.commit() is None
+
+
 def test_iterations_follow_the_budget() -> None:
     options = harness.Options(device=CPU, budget_ms=20.0)
     assert harness._iterations(options, 1.0) == 20
@@ -249,6 +259,9 @@ def test_iterations_follow_the_budget() -> None:
         ("--device cpu --splits 4", "--splits is a choice of the GPU's kernels"),
         ("--splits 0", "at least 1"),
         ("--splits 2 --smem-limit 101376", "--splits takes the tiles of this GPU"),
+        ("--seed -1", "-1 is not from 0"),
+        ("--tiles nothing.so", "nothing.so is no library made by bench.tiles"),
+        ("--tiles sm80_64_nothing_bf16.so", "cannot open"),
         ("--host-time --plot x.png", "--plot"),
         ("--host-time --iters 3 --rounds 2", "--rounds, --iters: of no effect"),
         ("--host-time --suite train", "--suite: of no effect"),

@@ -131,6 +131,48 @@ def test_refusals_are_raised_by_compiled_code_too():
         compiled(q.clone().requires_grad_(), k, v)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_taken_within_compiled_code_are_refused(backend):
+    """torch.compile shows `forward` no gradient of torch.func; only the op meets it."""
+    x = random_inputs(1, 2, 33, 16)[0]
+
+    def loss(x):
+        return flash_cute.forward(x, x, x)[0].sum() + (x**2).sum()
+
+    func, q_is_refused = torch.func, "q takes part in a gradient"
+    for function in (func.grad(loss), func.jacrev(loss), lambda x: func.vjp(loss, x)[1](x.sum())):
+        torch._dynamo.reset()
+        with pytest.raises(NotImplementedError, match=q_is_refused):
+            torch.compile(function, backend=backend)(x)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=q_is_refused):  # of a class of Dynamo's
+        torch.compile(func.grad(loss), backend=backend, fullgraph=True)(x)
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match="q carries a forward-mode tangent"):
+        torch.compile(lambda x: func.jvp(loss, (x,), (x,)), backend=backend)(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_refuse_gradients(strict):
+    class Projected(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projection = torch.nn.Linear(16, 16)
+
+        def forward(self, q, k, v):
+            return flash_cute.forward(self.projection(q), k, v)[0]
+
+    module, inputs = Projected(), random_inputs(1, 2, 33, 16)
+    with torch.no_grad():
+        program = torch.export.export(module, inputs, strict=strict)
+        expected = module(*inputs)
+    for exported in (program.module(), program.run_decompositions().module()):
+        with pytest.raises(NotImplementedError, match="q takes part in a gradient"):
+            exported(*inputs)
+        with torch.no_grad():
+            torch.testing.assert_close(exported(*inputs), expected)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_with_dynamic_lengths(strict):
     class Attention(torch.nn.Module):

@@ -261,6 +261,24 @@ def test_torch_func_gradients_are_refused(nothing_runs, name):
             loss(dual)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_the_op_alone_refuses_gradients(name):
+    arguments = inputs(**everything(lambda x: x.float()))
+    x = arguments[name].requires_grad_()
+
+    def fwd():
+        return ops.fwd(*(arguments[name] for name in "qkv"), 1.0)
+
+    with pytest.raises(NotImplementedError, match=f"{name} takes part in a gradient"):
+        fwd()
+    with torch.no_grad():
+        assert not any(result.requires_grad for result in fwd())
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        arguments[name] = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match=f"{name} carries a forward-mode tangent"):
+            fwd()
+
+
 def test_other_tensors_may_be_differentiated():
     arguments = inputs(**everything(lambda x: x.float()))
     y = torch.ones(2, 4, 8, 16)

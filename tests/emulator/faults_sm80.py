@@ -64,7 +64,7 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "may_rise = softmax_.may_rise(as_matrix(next));",
+                "may_rise = softmax_.may_rise(as_matrix(tSrS_next));",
                 "may_rise = false;",
             )
         ],
