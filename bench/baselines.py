@@ -36,7 +36,7 @@ class Provider:
     why_not: Callable[[Case, torch.device], str | None] = _any_case
     #: Entered around the timed loop, so that choosing a backend is not timed with the call.
     pinned: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: flash_cute, by whichever kernels: a failure or a wrong result is ours.
+    #: flash_cute as it is built, whichever kernels are chosen: a wrong result is ours.
     is_ours: bool = False
 
 
@@ -59,12 +59,14 @@ def _by_the_op(name: str, about: str, **choices: int) -> Provider:
     """flash_cute with arguments of its op that `forward` does not have."""
 
     def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-        import flash_cute  # noqa: F401  (loads the op)
+        from flash_cute.ops import fast_fwd
 
         window_right = 0 if case.causal else -1
         offset = case.kv_len - case.q_len if case.causal else 0
-        fwd = torch.ops.flash_cute.fwd.default
-        return lambda: fwd(q, k, v, case.scale, -1, window_right, offset, **choices)
+        arguments = case.scale, -1, window_right, offset
+        numbers = (choices.get(name, 0) for name in ("smem_limit", "arch", "splits"))
+        arguments += tuple(numbers)
+        return lambda: fast_fwd(q, k, v, *arguments)
 
     return Provider(name, about, bind, _flash_cute_why_not, is_ours=True)
 

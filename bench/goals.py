@@ -7,8 +7,8 @@ beside their peer on an H200.
     python -m bench.goals train.json fp16.json doc.json gqa.json tuning.json
 
 It reads what `bench.run --json` saved and measures nothing. Rates are compared within a run; of
-several that have a point, the last named counts. A goal for which points are missing is not
-reached. Exit status 1 unless all are.
+several that have a point, the last named counts. A goal for which points are missing, or wrong, is
+not reached. Exit status 1 unless all are.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Goal:
 
 
 def kernels_of(row: dict[str, Any], meta: dict[str, Any]) -> str:
-    """Which architecture's kernels ran; of a peer, its name."""
-    if row["provider"] != "flash_cute" or meta["device"] != "cuda":
+    """Which architecture's kernels ran, as on this GPU; of a peer, and of other choices, a name."""
+    if row["provider"] != "flash_cute" or meta["device"] != "cuda" or meta.get("smem_limit"):
         return str(row["provider"])
     on_hopper = meta["capability"].startswith("9.")
     is_sm90 = on_hopper and meta["flash_cute"].get("sm90_is_default", False)
@@ -70,7 +70,7 @@ def runs_of(results: Iterable[dict[str, Any]]) -> Runs:
         {
             (kernels_of(row, meta), Case(**{key: row[key] for key in fields})): row["tflops"]
             for row in rows
-            if "tflops" in row
+            if "tflops" in row and row.get("correct", True)
         }
         for meta, rows in ((result["meta"], result["rows"]) for result in results)
     ]
@@ -163,9 +163,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
     args = parser.parse_args(argv)
     try:
-        runs = runs_of(load(path) for path in args.results)
-    except (OSError, ValueError, KeyError) as error:
+        results = [load(path) for path in args.results]
+        runs = runs_of(results)
+        gpus = dict.fromkeys(result["meta"].get("gpu", "no GPU") for result in results)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
+    except (AttributeError, KeyError, TypeError) as error:
+        parser.error(f"a result is not as bench.run saves it: {error!r}")
     judged = [(goal, *goal.judge(runs)) for goal in GOALS]
     lines = [
         [goal.text, goal.statistic, f"{goal.least:.2f}", value, verdict, low]
@@ -173,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     print(grid(["goal", "of its points", "at least", "measured", "", "lowest point"], lines))
     reached = sum(verdict.startswith("reached") for _, _, verdict, _ in judged)
-    print(f"{reached} of {len(GOALS)} reached")
+    print(f"{reached} of {len(GOALS)} reached on {', '.join(gpus)}; the goals are those of an H200")
     return 0 if reached == len(GOALS) else 1
 
 

@@ -60,8 +60,8 @@ def head_dim(text: str) -> int:
 
 def seed(text: str) -> int:
     """As torch takes it."""
-    if not 0 <= int(text) < 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**63 - 1")
+    if not -(2**63) <= int(text) < 2**64:
+        raise argparse.ArgumentTypeError(f"{text} is not from -2**63 to 2**64 - 1")
     return int(text)
 
 
@@ -125,7 +125,8 @@ def build_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="PATH", help="save the rows")
     output.add_argument("--plot", type=Path, metavar="PATH", help="save a figure (PNG, SVG, PDF)")
-    output.add_argument("--commit", help="recorded where this is no git checkout")
+    output.add_argument("--commit", help="recorded where it cannot be told: outside of git, or of "
+                        "an installed flash_cute")  # fmt: skip
     return parser
 
 
@@ -261,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
 
         try:
             providers += [tile_provider(path.resolve()) for path in args.tiles]
-        except (OSError, ValueError) as error:
+        except (AttributeError, OSError, ValueError) as error:
             parser.error(f"--tiles: {error}")
     # Half of the time goes to flushing the cache, drawing inputs and warming up.
     turns = len(cases) * len(providers) * args.rounds

@@ -155,7 +155,7 @@ class Call(ctypes.Structure):
 
 def provider(path: Path) -> Provider:
     """The tile in a library that `main` has made, by the file's name. Raises ValueError for a file
-    of another kind, OSError for one that cannot be loaded."""
+    of another name, OSError or AttributeError for one of another kind."""
     name = path.stem
     parts = re.fullmatch(rf"sm\d+_(\d+)_.*_({'|'.join(CPP_DTYPES)})(_x\d+)?", name)
     if parts is None:

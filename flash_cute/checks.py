@@ -24,6 +24,16 @@ MAX_SCALE = sys.float_info.max
 #: What to use instead where flash_cute cannot.
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 
+#: Why derivatives are refused, and what helps.
+NO_BACKWARD = (
+    "flash_cute.forward has no backward yet; call it under torch.no_grad() or on detached tensors, "
+    f"or use {SDPA}"
+)
+NO_TANGENT = (
+    "flash_cute.forward has no derivative yet; call it on primals alone "
+    f"(torch.autograd.forward_ad.unpack_dual), or use {SDPA}"
+)
+
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -59,15 +69,19 @@ def op_arguments(
         and why_not(device, dtype) is None
         and isinstance(is_causal, bool)
         and (softmax_scale is None or _is_valid_scale(softmax_scale))
-        and not (
-            (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-        )
-        # Level -1: no forward-mode differentiation is under way, by forward_ad or torch.func.
-        and (forward_ad._current_level < 0 or not any(map(_has_tangent, (q, k, v))))
+        and not wants_derivative(q, k, v)
     ):
         return None
     scale = 1.0 / math.sqrt(head_dim_q) if softmax_scale is None else float(softmax_scale)
     return (scale, -1, 0, len_k - len_q) if is_causal else (scale, -1, -1, 0)
+
+
+def wants_derivative(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a gradient is wanted, or there is a forward-mode tangent."""
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        return True
+    # Level -1: no forward-mode differentiation is under way, by forward_ad or torch.func.
+    return forward_ad._current_level >= 0 and any(map(_has_tangent, (q, k, v)))
 
 
 def are_dense_tensors(q: Any, k: Any, v: Any) -> bool:
@@ -229,24 +243,12 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
             raise ValueError(f"softmax_scale is {_shown(softmax_scale)}: it must be finite")
         allowed = "a float, an int, or None for 1/sqrt(D)"
         raise TypeError(f"softmax_scale is {_shown(softmax_scale)}: it must be {allowed}")
-    refuse_gradients(q, k, v)
-    raise AssertionError("forward refused arguments that are all valid")
-
-
-def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises where a gradient is wanted."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if _has_tangent(x):
-            raise NotImplementedError(
-                f"{name} carries a forward-mode tangent and flash_cute.forward has no derivative "
-                f"yet: call it on primals alone (torch.autograd.forward_ad.unpack_dual), or use "
-                f"{SDPA}"
-            )
+            raise NotImplementedError(f"{name} carries a forward-mode tangent: {NO_TANGENT}")
         if x.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"{name} takes part in a gradient and flash_cute.forward has no backward yet: call "
-                f"it under torch.no_grad() or on detached tensors, or use {SDPA}"
-            )
+            raise NotImplementedError(f"{name} takes part in a gradient: {NO_BACKWARD}")
+    raise AssertionError("forward refused arguments that are all valid")
 
 
 def _name(x: torch.dtype | torch.layout) -> str:

@@ -26,7 +26,7 @@ _attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _largest(x: Tensor) -> float:
-    """The greatest size of an element, without a copy; NaN if there is one."""
+    """The greatest size of an element; NaN if there is one."""
     least, greatest = (float(end) for end in torch.aminmax(x))
     return max(-least, greatest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flash_cute import checks, ops
@@ -68,10 +67,5 @@ def forward(
     if arch is not None:
         smem_limit = 0
         arguments = (*arguments, smem_limit, checks.arch_number(arch, q.device))
-    results: tuple[Tensor, Tensor]
-    if torch.compiler.is_compiling():
-        results = ops.fwd(q, k, v, *arguments)
-    else:
-        with ops.below_autograd():  # which would take a few microseconds, and is checked already
-            results = ops.fwd(q, k, v, *arguments)
+    results: tuple[Tensor, Tensor] = ops.fast_fwd(q, k, v, *arguments)
     return results

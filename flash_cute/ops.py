@@ -1,4 +1,5 @@
-"""Loads the compiled library and gives its op what only Python can: fake tensors, the CPU, vmap.
+"""Loads the compiled library and gives its op what only Python can: fake tensors, the CPU,
+autocast, a word on gradients, and vmap.
 
 `torch.ops.flash_cute.fwd` is defined, and implemented for CUDA, in csrc/cute_fa2/torch_binding.cpp.
 Its arguments are those of `cpu.attention` here, which is the same function for CPU tensors.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NoReturn, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -132,19 +133,55 @@ torch.library.impl("flash_cute::fwd", "AutocastCUDA", _fwd_autocast)
 torch.library.impl("flash_cute::fwd", "AutocastCPU", _fwd_autocast)
 
 
-#: Calls in its context go past the op's autograd.
-below_autograd = torch._C._AutoDispatchBelowAutograd
+def _below_autograd(*args: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return fwd(*args)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Results whose derivatives are refused once somebody takes them."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return _below_autograd(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> NoReturn:
+        raise NotImplementedError(f"a gradient is taken: {checks.NO_BACKWARD}")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError(f"a tangent is carried on: {checks.NO_TANGENT}")
 
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
-    """Refuses gradients where the op stands alone: in programs that were captured without one
-    (torch.export), and where torch.compile knows of it only after tracing `forward`."""
-    checks.refuse_gradients(q, k, v)
-    with below_autograd():
-        return fwd(q, k, v, *args)
+    """`forward` refuses derivatives at once. This is for where the op stands without it, as in an
+    exported program, which may be run in grad mode with no gradient in mind; and for where less is
+    seen than there is, as by torch.compile of torch.func's gradients, or within vmap."""
+    if not checks.wants_derivative(q, k, v):
+        return _below_autograd(q, k, v, *args)
+    if torch._C._are_functorch_transforms_active():  # to which _NoBackward would be a riddle
+        raise NotImplementedError(f"torch.func takes a derivative: {checks.NO_BACKWARD}")
+    return _NoBackward.apply(q, k, v, *args)
 
 
 torch.library.impl("flash_cute::fwd", "Autograd", _fwd_autograd)
+
+
+def fast_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
+    """The op for tensors that want no derivative: past its autograd, which takes microseconds, if
+    the tensors are all that they seem to be, and no mode or transform stands between."""
+    is_plain = (
+        not torch.compiler.is_compiling()  # first: it cannot trace the others
+        and type(q) is type(k) is type(v) is Tensor
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch._C._is_torch_function_mode_enabled()
+    )
+    return (_below_autograd if is_plain else fwd)(q, k, v, *args)
 
 
 def _fwd_vmap(

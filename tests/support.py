@@ -177,8 +177,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def random_call(
     seed: int, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """q, k and v, and the other arguments of `check`: whatever the contract allows, all at once, of
-    sizes around those of tiles. What the other tests change one at a time."""
+    """q, k and v, and the other arguments of `check`, drawn at random around the tiles' sizes: all
+    at once what other tests change one at a time."""
     dice = random.Random(seed)
     head_dim = dice.choice([dice.randint(1, 256), dice.choice(HEAD_DIMS)])
     heads_kv, group = dice.randint(1, 3), dice.choice([1, 1, 2, 3, 5, 8])

@@ -259,7 +259,7 @@ def test_iterations_follow_the_budget() -> None:
         ("--device cpu --splits 4", "--splits is a choice of the GPU's kernels"),
         ("--splits 0", "at least 1"),
         ("--splits 2 --smem-limit 101376", "--splits takes the tiles of this GPU"),
-        ("--seed -1", "-1 is not from 0"),
+        ("--seed 18446744073709551616", "is not from -2**63"),
         ("--tiles nothing.so", "nothing.so is no library made by bench.tiles"),
         ("--tiles sm80_64_nothing_bf16.so", "cannot open"),
         ("--host-time --plot x.png", "--plot"),

@@ -262,21 +262,65 @@ def test_torch_func_gradients_are_refused(nothing_runs, name):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_the_op_alone_refuses_gradients(name):
+def test_the_op_alone_refuses_derivatives_that_are_taken(name):
     arguments = inputs(**everything(lambda x: x.float()))
     x = arguments[name].requires_grad_()
 
     def fwd():
         return ops.fwd(*(arguments[name] for name in "qkv"), 1.0)
 
-    with pytest.raises(NotImplementedError, match=f"{name} takes part in a gradient"):
-        fwd()
+    for result in fwd():
+        with pytest.raises(NotImplementedError, match=r"a gradient is taken: .*no_grad"):
+            result.sum().backward()
     with torch.no_grad():
         assert not any(result.requires_grad for result in fwd())
     with torch.autograd.forward_ad.dual_level(), torch.no_grad():
         arguments[name] = torch.autograd.forward_ad.make_dual(x, x)
-        with pytest.raises(NotImplementedError, match=f"{name} carries a forward-mode tangent"):
+        with pytest.raises(NotImplementedError, match=r"a tangent is carried on: .*unpack_dual"):
             fwd()
+
+
+def test_the_op_alone_refuses_derivatives_of_torch_func():
+    x = inputs(q=lambda q: q.float())["q"]
+
+    def loss(x):
+        return ops.fwd(x, x, x, 1.0)[0].sum()
+
+    func = torch.func
+    for differentiate in (func.grad(loss), func.jacrev(loss), func.hessian(loss)):
+        with pytest.raises(NotImplementedError, match=r"torch\.func takes a derivative"):
+            differentiate(x)
+    with pytest.raises(NotImplementedError, match=r"torch\.func takes a derivative"):
+        func.jvp(loss, (x,), (x,))
+
+
+def test_gradients_within_vmap_are_refused():
+    """There a tensor does not say that it requires a gradient."""
+    arguments = inputs(**everything(lambda x: x.float()))
+    weight = torch.ones((), requires_grad=True)
+
+    def scaled(x):
+        return flash_cute.forward(**{**arguments, "q": weight * x})[0]
+
+    out = torch.vmap(scaled)(arguments["q"].expand(3, -1, -1, -1, -1))
+    with pytest.raises(NotImplementedError, match="a gradient is taken"):
+        out.sum().backward()
+
+
+def test_gradients_beside_modes_and_subclasses_are_kept():
+    arguments = inputs(**everything(lambda x: x.float()))
+    weight = torch.ones((), requires_grad=True)
+
+    class Weighted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            return tuple(weight * x for x in result) if function is ops.fwd else result
+
+    with Weighted():
+        out, lse = flash_cute.forward(**arguments)
+    assert out.requires_grad and lse.requires_grad
+    out.sum().backward()
+    torch.testing.assert_close(weight.grad, flash_cute.forward(**arguments)[0].sum())
 
 
 def test_other_tensors_may_be_differentiated():

@@ -25,7 +25,7 @@ def result(suite: str, arch: str | None, speeds: dict[str, float], **changes: fl
     for row in rows:
         if row["provider"] in ("flash_cute", "sm80") and row["name"] in changes:
             row["tflops"] = 100 * changes[row["name"]]
-    meta = {"device": "cuda", "capability": "9.0", "arch": arch, "flash_cute": {}}
+    meta = {"device": "cuda", "capability": "9.0", "gpu": "H200", "arch": arch, "flash_cute": {}}
     return {"meta": meta, "rows": rows}
 
 
@@ -86,6 +86,17 @@ def test_rates_of_two_runs_are_not_compared() -> None:
     assert all("not measured" in verdict for verdict in verdicts(ours, peers).values())
 
 
+def test_wrong_results_and_other_tiles_do_not_count() -> None:
+    wrong = result("train", "sm90", measured(FAST))
+    for row in wrong["rows"]:
+        row["correct"] = row["head_dim"] != 64
+    assert verdicts(wrong)["sm80 over FlashAttention-2, D 256", "mean"] == "reached"
+    assert "12 of 36" in verdicts(wrong)["sm90 over cuDNN, 36 points", "mean"]
+    small_tiles = result("train", None, {"flash_cute": FAST, "fa2": 1.0, "cudnn": 1.0})
+    small_tiles["meta"]["smem_limit"] = 101376
+    assert all("not measured" in verdict for verdict in verdicts(small_tiles).values())
+
+
 def test_noise_is_named_and_changes_nothing() -> None:
     (goal,) = [g for g in goals.GOALS if g.text == "sm80 over FlashAttention-2, D 256"]
     for speed, verdict in ((1.049, "missed, within noise"), (1.051, "reached, within noise")):
@@ -132,9 +143,10 @@ def test_command(tmp_path, capsys) -> None:
         files.append(str(tmp_path / f"{suite}.json"))
         (tmp_path / f"{suite}.json").write_text(json.dumps(result(suite, "sm90", measured(FAST))))
     assert goals.main(files) == 0
-    assert f"{len(goals.GOALS)} of {len(goals.GOALS)} reached" in capsys.readouterr().out
+    assert f"{len(goals.GOALS)} of {len(goals.GOALS)} reached on H200" in capsys.readouterr().out
     assert goals.main(files[:1]) == 1
-    (tmp_path / "other.json").write_text("[]")
-    with pytest.raises(SystemExit):
-        goals.main([str(tmp_path / "other.json")])
-    assert "is no result file" in capsys.readouterr().err
+    for text, message in (("[]", "is no result file"), ('{"meta": [], "rows": [1]}', "not as")):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(SystemExit):
+            goals.main([str(tmp_path / "other.json")])
+        assert message in capsys.readouterr().err
