@@ -191,6 +191,10 @@ def random_call(
             heads_kv=heads_kv, len_k=len_k, dtype=dtype, device=device, seed=seed,
         )
     ]  # fmt: skip
+    for i in range(3):
+        if dice.random() < 0.2:  # expanded over the batch or the heads
+            dim = dice.choice([0, 1])
+            inputs[i] = inputs[i].narrow(dim, 0, 1).expand_as(inputs[i])
     scale = dice.choice([None, None, 1.0, 4.0, 1e-3, 0.0, -0.5])
     call: dict[str, Any] = {"softmax_scale": scale, "is_causal": dice.random() < 0.3}
     if not call["is_causal"] and dice.random() < 0.6:
