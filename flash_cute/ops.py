@@ -133,9 +133,7 @@ torch.library.impl("flash_cute::fwd", "AutocastCUDA", _fwd_autocast)
 torch.library.impl("flash_cute::fwd", "AutocastCPU", _fwd_autocast)
 
 
-def _below_autograd(*args: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return fwd(*args)
+_below_autograd = torch._C._AutoDispatchBelowAutograd  # a context
 
 
 class _NoBackward(torch.autograd.Function):
@@ -143,7 +141,8 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return _below_autograd(*args)
+        with _below_autograd():
+            return fwd(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -163,7 +162,8 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
     exported program, which may be run in grad mode with no gradient in mind; and for where less is
     seen than there is, as by torch.compile of torch.func's gradients, or within vmap."""
     if not checks.wants_derivative(q, k, v):
-        return _below_autograd(q, k, v, *args)
+        with _below_autograd():
+            return fwd(q, k, v, *args)
     if torch._C._are_functorch_transforms_active():  # to which _NoBackward would be a riddle
         raise NotImplementedError(f"torch.func takes a derivative: {checks.NO_BACKWARD}")
     return _NoBackward.apply(q, k, v, *args)
@@ -172,16 +172,24 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
 torch.library.impl("flash_cute::fwd", "Autograd", _fwd_autograd)
 
 
+# Looked up once, for the sake of every call.
+_is_compiling = torch.compiler.is_compiling
+_functorch_level = torch._C._functorch.maybe_current_level
+_has_function_mode = torch._C._is_torch_function_mode_enabled
+
+
 def fast_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
     """The op for tensors that want no derivative: past its autograd, which takes microseconds, if
     the tensors are all that they seem to be, and no mode or transform stands between."""
-    is_plain = (
-        not torch.compiler.is_compiling()  # first: it cannot trace the others
-        and type(q) is type(k) is type(v) is Tensor
-        and torch._C._functorch.maybe_current_level() is None
-        and not torch._C._is_torch_function_mode_enabled()
-    )
-    return (_below_autograd if is_plain else fwd)(q, k, v, *args)
+    if (
+        _is_compiling()  # first: it cannot trace the others
+        or not type(q) is type(k) is type(v) is Tensor
+        or _functorch_level() is not None
+        or _has_function_mode()
+    ):
+        return fwd(q, k, v, *args)
+    with _below_autograd():
+        return fwd(q, k, v, *args)
 
 
 def _fwd_vmap(
