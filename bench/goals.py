@@ -26,8 +26,8 @@ from bench.tables import geometric_mean, grid
 #: What two runs of the same thing may differ by.
 NOISE = 0.01
 
-#: Of each run, {(architecture or peer, case): TFLOP/s}.
-Runs = list[dict[tuple[str, Case], float]]
+#: Of each run, {(architecture or peer, case): TFLOP/s, or None of a wrong result}.
+Runs = list[dict[tuple[str, Case], "float | None"]]
 #: Of a goal, each point's name and its value, or None where it was not measured.
 Values = Iterator[tuple[str, float | None]]
 
@@ -68,9 +68,11 @@ def runs_of(results: Iterable[dict[str, Any]]) -> Runs:
     fields = Case.__dataclass_fields__
     return [
         {
-            (kernels_of(row, meta), Case(**{key: row[key] for key in fields})): row["tflops"]
+            (kernels_of(row, meta), Case(**{key: row[key] for key in fields})): (
+                row["tflops"] if row.get("correct", True) else None
+            )
             for row in rows
-            if "tflops" in row and row.get("correct", True)
+            if "tflops" in row
         }
         for meta, rows in ((result["meta"], result["rows"]) for result in results)
     ]
@@ -78,10 +80,11 @@ def runs_of(results: Iterable[dict[str, Any]]) -> Runs:
 
 def _ratio(runs: Runs, a: tuple[str, Case], *b: tuple[str, Case]) -> float | None:
     """a's rate over the mean of b's, in the last run that has them all: rates of different runs do
-    not compare."""
-    for rates in reversed(runs):
-        if all(point in rates for point in (a, *b)):
-            return rates[a] * len(b) / sum(rates[point] for point in b)
+    not compare. None if one of them is wrong there."""
+    for run in reversed(runs):
+        if all(point in run for point in (a, *b)):
+            known = [rate for rate in (run[point] for point in (a, *b)) if rate is not None]
+            return known[0] * len(b) / sum(known[1:]) if len(known) == 1 + len(b) else None
     return None
 
 

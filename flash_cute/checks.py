@@ -120,6 +120,8 @@ def _is_traced(scale: Any) -> bool:
 
 
 def _has_tangent(x: Tensor) -> bool:
+    if torch._C._functorch.is_batchedtensor(x):
+        return False  # or it cannot be asked for: the op asks, which vmap shows what is within
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call, unused-ignore]
 
 

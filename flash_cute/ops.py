@@ -159,8 +159,9 @@ class _NoBackward(torch.autograd.Function):
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Any:
     """`forward` refuses derivatives at once. This is for where the op stands without it, as in an
-    exported program, which may be run in grad mode with no gradient in mind; and for where less is
-    seen than there is, as by torch.compile of torch.func's gradients, or within vmap."""
+    exported program, which may be run in grad mode with no gradient in mind (but not compiled so:
+    torch.compile takes gradients ahead); and for where less is seen than there is, as by
+    torch.compile of torch.func's gradients, or within vmap."""
     if not checks.wants_derivative(q, k, v):
         with _below_autograd():
             return fwd(q, k, v, *args)

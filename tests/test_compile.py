@@ -133,7 +133,8 @@ def test_refusals_are_raised_by_compiled_code_too():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_taken_within_compiled_code_are_refused(backend):
-    """torch.compile shows `forward` no gradient of torch.func; only the op meets it."""
+    """torch.compile shows `forward` no gradient of torch.func. The op meets it, and then, where a
+    part may run uncompiled, `forward` does."""
     x = random_inputs(1, 2, 33, 16)[0]
 
     def loss(x):
@@ -171,6 +172,11 @@ def test_exported_programs_refuse_gradients_that_are_taken(strict):
         torch.testing.assert_close(out, expected)
         with pytest.raises(NotImplementedError, match=r"a gradient is taken: .*no_grad"):
             out.sum().backward()
+    compiled = torch.compile(program.module(), backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs), expected)
+    with pytest.raises(Exception, match="a gradient is taken"):  # of a class of Dynamo's
+        compiled(*inputs)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -316,11 +316,21 @@ def test_gradients_beside_modes_and_subclasses_are_kept():
             result = function(*args, **(kwargs or {}))
             return tuple(weight * x for x in result) if function is ops.fwd else result
 
+    class WeightedTensor(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            result = super().__torch_function__(function, types, args, kwargs)
+            return tuple(weight * x for x in result) if function is ops.fwd else result
+
     with Weighted():
-        out, lse = flash_cute.forward(**arguments)
-    assert out.requires_grad and lse.requires_grad
-    out.sum().backward()
-    torch.testing.assert_close(weight.grad, flash_cute.forward(**arguments)[0].sum())
+        by_mode = flash_cute.forward(**arguments)
+    by_class = flash_cute.forward(**arguments | {"q": arguments["q"].as_subclass(WeightedTensor)})
+    for out, lse in (by_mode, by_class):
+        assert out.requires_grad and lse.requires_grad
+        (gradient,) = torch.autograd.grad(out.sum(), weight)
+        torch.testing.assert_close(
+            gradient.as_subclass(torch.Tensor), flash_cute.forward(**arguments)[0].sum()
+        )
 
 
 def test_other_tensors_may_be_differentiated():
@@ -328,6 +338,20 @@ def test_other_tensors_may_be_differentiated():
     y = torch.ones(2, 4, 8, 16)
     _, tangent = torch.func.jvp(lambda y: y * flash_cute.forward(**arguments)[0], (y,), (y,))
     assert torch.equal(tangent, flash_cute.forward(**arguments)[0])
+
+
+def test_vmap_among_forward_mode_tangents():
+    arguments = inputs(**everything(lambda x: x.float()))
+    stacked = arguments["q"].expand(3, -1, -1, -1, -1)
+    y = torch.ones(())
+
+    def mapped(q):
+        return torch.vmap(lambda q: flash_cute.forward(**arguments | {"q": q})[0])(q)
+
+    _, tangent = torch.func.jvp(lambda y: y * mapped(stacked), (y,), (y,))
+    torch.testing.assert_close(tangent, mapped(stacked))
+    with pytest.raises(NotImplementedError, match="has no"):
+        torch.func.jvp(mapped, (stacked,), (stacked,))
 
 
 def test_meta_tensors_give_shapes():

@@ -77,7 +77,17 @@ def test_a_part_of_the_points() -> None:
     short = {case.name: 1.0 for case in SUITES["train"]() if case.q_len <= 1024}
     found = verdicts(result("train", "sm90", measured(FAST), **short))
     assert found["sm90 over cuDNN, N up to 1024", "mean"] == "missed"
-    assert found["sm90 over cuDNN, D 64 full, N from 4096", "lowest"] == "reached"
+    long_full = ("sm90 over cuDNN, D 64 full, N from 4096", "lowest")
+    assert found[long_full] == "reached"
+    for suite, causal, goal in (
+        ("train", False, long_full),
+        ("doc", True, ("sm80 over FlashAttention-2, a long document, causal", "lowest")),
+        ("doc", False, ("sm80 over FlashAttention-2, a long document, full", "lowest")),
+    ):
+        slow = {case.name: 1.0 for case in SUITES[suite]() if case.causal == causal}
+        others = {case.name: 1.0 for case in SUITES[suite]() if case.causal != causal}
+        assert verdicts(result(suite, "sm90", measured(FAST), **slow))[goal] == "missed"
+        assert verdicts(result(suite, "sm90", measured(FAST), **others))[goal] == "reached"
 
 
 def test_rates_of_two_runs_are_not_compared() -> None:
@@ -92,6 +102,12 @@ def test_wrong_results_and_other_tiles_do_not_count() -> None:
         row["correct"] = row["head_dim"] != 64
     assert verdicts(wrong)["sm80 over FlashAttention-2, D 256", "mean"] == "reached"
     assert "12 of 36" in verdicts(wrong)["sm90 over cuDNN, 36 points", "mean"]
+    assert (
+        "12 of 36"
+        in verdicts(result("train", "sm90", measured(FAST)), wrong)[
+            "sm90 over cuDNN, 36 points", "mean"
+        ]
+    )  # that it was right before is no help
     small_tiles = result("train", None, {"flash_cute": FAST, "fa2": 1.0, "cudnn": 1.0})
     small_tiles["meta"]["smem_limit"] = 101376
     assert all("not measured" in verdict for verdict in verdicts(small_tiles).values())
@@ -145,7 +161,12 @@ def test_command(tmp_path, capsys) -> None:
     assert goals.main(files) == 0
     assert f"{len(goals.GOALS)} of {len(goals.GOALS)} reached on H200" in capsys.readouterr().out
     assert goals.main(files[:1]) == 1
-    for text, message in (("[]", "is no result file"), ('{"meta": [], "rows": [1]}', "not as")):
+    for text, message in (
+        ("[]", "is no result file"),
+        ('{"meta": {"device": "cuda"}, "rows": [1]}', "not as bench.run saves it: TypeError"),
+        ('{"meta": [], "rows": []}', "not as bench.run saves it: AttributeError"),
+        ('{"meta": {}, "rows": [{"tflops": 1}]}', "not as bench.run saves it: KeyError"),
+    ):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(SystemExit):
             goals.main([str(tmp_path / "other.json")])
