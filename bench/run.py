@@ -33,9 +33,9 @@ from bench.baselines import (
 from bench.cases import DTYPES, SUITES, Case
 from bench.harness import Options, Row, Timer, default_device, measure, wake_up
 from bench.progress import progress
+from flash_cute.checks import MAX_HEAD_DIM
 
 OURS = "flash_cute"
-LARGEST_HEAD_DIM = 256
 FIGURES = (".png", ".svg", ".pdf")
 #: Options of the speed measurement; --host-time and --memory have cases and counts of their own.
 OF_SPEED = (
@@ -53,8 +53,8 @@ def positive(text: str) -> int:
 
 def head_dim(text: str) -> int:
     value = positive(text)
-    if value > LARGEST_HEAD_DIM:
-        raise argparse.ArgumentTypeError(f"{value} is above {LARGEST_HEAD_DIM}")
+    if value > MAX_HEAD_DIM:
+        raise argparse.ArgumentTypeError(f"{value} is above {MAX_HEAD_DIM}")
     return value
 
 

@@ -48,8 +48,9 @@ def forward(
         TypeError: an argument's type or dtype is not one of those above.
         ValueError: shapes or devices do not go together, the scale is NaN or infinite, or the GPU
             is too old, or not one that runs `arch`.
-        RuntimeError: the kernels of `arch` were not built, or cannot read these tensors or take
-            this scale.
+        RuntimeError: what this build, driver or GPU cannot serve: a driver that is too old, a head
+            dim that was left out of the build, 2^31 tiles or more, or an `arch` whose kernels were
+            not built, or cannot read these tensors or take this scale.
         NotImplementedError: a gradient is wanted (an input requires grad while grad mode is on, or
             carries a forward-mode tangent): there is no backward yet.
 

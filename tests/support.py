@@ -217,23 +217,23 @@ NOT_FOR_SM90: dict[str, tuple[Callable[..., tuple[Tensor, ...]], float | None, s
         f"{what} of {'qkv'[i]}": (
             lambda *qkv, i=i, steps=steps: (*qkv[:i], _with_steps(qkv[i], **steps), *qkv[i + 1 :]),
             None,
-            reason,
+            reason.format("qkv"[i]),
         )
         for i, (what, steps, reason) in itertools.product(
             range(3),
             [
-                ("expanded rows", {"n": 0}, "rows of q, k or v are expanded"),
-                ("rows over each other", {"n": 8}, "rows of q, k or v overlap"),
-                ("rows that overlap", {"n": 56}, "rows of q, k or v overlap"),
-                ("heads over each other", {"h": 8}, "rows of q, k or v overlap"),
-                ("sequences over each other", {"b": 8}, "rows of q, k or v overlap"),
+                ("expanded rows", {"n": 0}, "the rows of {} are expanded"),
+                ("rows over each other", {"n": 8}, "rows of {} overlap"),
+                ("rows that overlap", {"n": 56}, "rows of {} overlap"),
+                ("heads over each other", {"h": 8}, "rows of {} overlap"),
+                ("sequences over each other", {"b": 8}, "rows of {} overlap"),
             ],
         )
     },
-    "no keys": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), None, "there are no keys"),
+    "no keys": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), None, "k has no keys"),
     "scale 0": (lambda *qkv: qkv, 0.0, "softmax_scale is not above 0"),
     "scale below 0": (lambda *qkv: qkv, -0.1, "softmax_scale is not above 0"),
-    "large scale": (lambda *qkv: qkv, 1e4, "softmax_scale is too large"),
+    "large scale": (lambda *qkv: qkv, 1e4, "softmax_scale is above 177"),
 }
 
 

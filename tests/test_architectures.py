@@ -97,7 +97,7 @@ def test_a_thousand_repeats_are_bitwise_equal(is_causal):
 def test_what_sm90_cannot_read_goes_to_sm80(case):
     change, scale, reason = NOT_FOR_SM90[case]
     q, k, v = change(*gpu_inputs(2, 4, 129, 64, len_k=200))
-    with pytest.raises(RuntimeError, match=f"arch is 90, but .*{reason}"):
+    with pytest.raises(RuntimeError, match=f"arch is 'sm90', but .*{reason}"):
         run(q, k, v, softmax_scale=scale, arch="sm90")
     served, named = (run(q, k, v, softmax_scale=scale, arch=arch) for arch in (None, "sm80"))
     assert all(map(torch.equal, served, named))
@@ -114,7 +114,7 @@ def test_expanded_heads_and_batch_are_read_by_sm90():
 
 def test_tiles_of_sm80_are_chosen_by_shared_memory_alone():
     q, k, v = gpu_inputs(1, 2, 129, 64)
-    with pytest.raises(RuntimeError, match=r"arch is 90, but .*smem_limit"):
+    with pytest.raises(RuntimeError, match=r"arch is 'sm90', but .*smem_limit"):
         run(q, k, v, arch="sm90", smem_limit=101376)
     limited = [ops.fwd(q, k, v, 0.125, smem_limit=101376, arch=arch) for arch in (0, 80)]
     assert all(map(torch.equal, *limited))

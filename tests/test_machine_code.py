@@ -18,15 +18,7 @@ from bench import simulate
 INFO: dict[str, Any] = json.loads(torch.ops.flash_cute.build_info())
 # The machine code, and whose kernels it is.
 ARCHS = {
-    code: kernels
-    for code, kernels in {
-        "sm_80": "sm80",
-        "sm_90": "sm80",
-        "sm_90a": "sm90",
-        "sm_100": "sm80",
-        "sm_120": "sm80",
-    }.items()
-    if code in INFO["archs"]
+    code: "sm90" if code == "sm_90a" else "sm80" for code in INFO["archs"] if code.startswith("sm_")
 }
 DTYPES = 2
 MASKS = {"any": 2, "full": 1, "banded": 1}

@@ -37,51 +37,52 @@ int built_for(int head_dim) {
 
 bool is_built(int head_dim) { return built_for(head_dim) == head_dim; }
 
-// Why a tensor map cannot describe `view`, a (batch, heads, rows, head_dim) tensor, or nullptr.
-// That its strides are multiples of 16 bytes is known.
-const char* why_no_tensor_map(const TensorView<const void*>& view, int batch, int heads, int rows,
-                              int head_dim) {
+// Why a tensor map cannot describe the tensor that is called `name`, (batch, heads, rows,
+// head_dim), or nothing. That its strides are multiples of 16 bytes is known.
+std::string why_no_tensor_map(const std::string& name, const TensorView<const void*>& view,
+                              int batch, int heads, int rows, int head_dim) {
   constexpr int64_t kMaxStride = (int64_t{1} << 40) / 2;  // elements
-  if (view.stride_row == 0 && rows > 1) return "the rows of q, k or v are expanded";
+  if (view.stride_row == 0 && rows > 1) return "the rows of " + name + " are expanded";
   // Of these the driver's documentation does not say whether it takes them.
   auto overlap = [&](int64_t stride, int size) {
     return 0 < stride && stride < head_dim && size > 1;
   };
   if (overlap(view.stride_row, rows) || overlap(view.stride_head, heads) ||
       overlap(view.stride_batch, batch)) {
-    return "rows of q, k or v overlap";
+    return "rows of " + name + " overlap";
   }
   // Heads are two dimensions of a map, those of a group and the groups.
   if (std::max({view.stride_row, view.stride_head * heads, view.stride_batch}) >= kMaxStride) {
-    return "a stride of q, k or v is 2^40 bytes or more";
+    return "a stride of " + name + " is 2^40 bytes or more";
   }
-  return nullptr;
+  return {};
 }
 
-// Why the SM90 kernels cannot read the call, or nullptr.
-const char* why_sm90_cannot_read(const FwdParams& params) {
-  if (params.len_k == 0) return "there are no keys";
+// Why the SM90 kernels cannot read the call, or nothing.
+std::string why_sm90_cannot_read(const FwdParams& params) {
+  if (params.len_k == 0) return "k has no keys";
   if (params.q_factor != 1.f) return "softmax_scale is not above 0";
-  if (params.subtract_max_first) return "softmax_scale is too large";
-  const int heads_kv = params.heads_q / params.heads_per_kv_head;
-  auto why_not = [&](const TensorView<const void*>& view, int heads, int rows) {
-    return why_no_tensor_map(view, params.batch, heads, rows, params.head_dim);
+  if (params.subtract_max_first) {
+    return "softmax_scale is above " + std::to_string(kLargeScale);
+  }
+  auto why_not = [&](const char* name, const TensorView<const void*>& view, int heads, int rows) {
+    return why_no_tensor_map(name, view, params.batch, heads, rows, params.head_dim);
   };
-  const char* reason = why_not(params.q, params.heads_q, params.len_q);
-  if (!reason) reason = why_not(params.k, heads_kv, params.len_k);
-  if (!reason) reason = why_not(params.v, heads_kv, params.len_k);
+  std::string reason = why_not("q", params.q, params.heads_q, params.len_q);
+  if (reason.empty()) reason = why_not("k", params.k, params.heads_kv(), params.len_k);
+  if (reason.empty()) reason = why_not("v", params.v, params.heads_kv(), params.len_k);
   return reason;
 }
 
-// Why the SM90 kernels cannot serve the call on `device`, or nullptr.
-const char* why_not_sm90(const FwdParams& params, MaskKind mask, const Choices& choices,
+// Why the SM90 kernels cannot serve the call on `device`, or nothing.
+std::string why_not_sm90(const FwdParams& params, MaskKind mask, const Choices& choices,
                          int device) {
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
   if (compute_capability_major_of(device) != 9) {
     return "the GPU's compute capability is not 9.x";
   }
-  if (choices.smem_limit != 0) return "smem_limit chooses among the tiles of arch 80";
-  if (choices.splits > 1) return "the kernels of arch 80 alone split the keys";
+  if (choices.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
+  if (choices.splits > 1) return "the kernels of sm80 alone split the keys";
   if (select_fwd_sm90(built_for(params.head_dim), mask) < 0) return "there is no tile for it";
   return why_sm90_cannot_read(params);
 }
@@ -214,17 +215,17 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choic
     return splits.count > 1 && 2 * tiles_of(params, kFwdSm80[row]) <= multiprocessors_of(device);
   };
   if (arch == 90 || (arch == 0 && kSm90IsDefault)) {
-    const char* why_not = why_not_sm90(params, mask, choices, device);
+    std::string why_not = why_not_sm90(params, mask, choices, device);
     try {
-      if (why_not == nullptr && (arch == 90 || !leaves_gpu_idle())) {
+      if (why_not.empty() && (arch == 90 || !leaves_gpu_idle())) {
         return launch_sm90(params, dtype, mask, device, stream);
       }
     } catch (const sm90::TensorMapRefused& refused) {
       why_not = refused.what();
     }
     if (arch == 90) {
-      throw std::runtime_error("flash_cute: arch is 90, but its kernels cannot serve this call: " +
-                               std::string(why_not));
+      throw std::runtime_error(
+          "flash_cute: arch is 'sm90', but its kernels cannot serve this call: " + why_not);
     }
   }
   const auto [row, splits] = choose_sm80();

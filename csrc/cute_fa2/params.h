@@ -50,7 +50,7 @@ struct KeySplits {
 
 struct FwdParams {
   TensorView<const void*> q;  // (batch, heads_q, len_q, head_dim)
-  TensorView<const void*> k;  // (batch, heads_q / heads_per_kv_head, len_k, head_dim)
+  TensorView<const void*> k;  // (batch, heads_kv(), len_k, head_dim)
   TensorView<const void*> v;  // as k
   TensorView<void*> out;      // as q
   TensorView<float*> lse;     // (batch, heads_q, len_q, 1), natural logarithm
@@ -76,16 +76,19 @@ struct FwdParams {
   float slack;              // by how much a score may exceed the maximum before the running softmax
                             // follows it: kSlackLog2 / scale_log2, but 0 with subtract_max_first
 
+  int heads_kv() const { return heads_q / heads_per_kv_head; }
+
   // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
   static constexpr float kSlackLog2 = 8.f;
 };
 
+constexpr double kLog2e = 1.4426950408889634;
+// Beyond this an ordinary score times the scale may be more than fp32 can subtract exactly.
+constexpr double kLargeScale = 256 / kLog2e;
+
 // softmax_scale as the kernels take it.
 inline void set_scale(FwdParams& params, double softmax_scale) {
-  constexpr double kLog2e = 1.4426950408889634;
-  // Beyond the first, an ordinary score times the scale may be more than fp32 can subtract exactly;
-  // the others keep the factor a normal number: -inf x factor is -inf, (s - max) x factor not NaN.
-  constexpr double kLarge = 256;
+  // These keep the factor a normal number: -inf x factor is -inf, (s - max) x factor not NaN.
   constexpr double kMin = std::numeric_limits<float>::min();
   constexpr double kMax = std::numeric_limits<float>::max();
   params.q_factor = softmax_scale > 0 ? 1.f : softmax_scale < 0 ? -1.f : 0.f;
@@ -93,7 +96,7 @@ inline void set_scale(FwdParams& params, double softmax_scale) {
       softmax_scale == 0
           ? 1.f
           : static_cast<float>(std::clamp(std::abs(softmax_scale) * kLog2e, kMin, kMax));
-  params.subtract_max_first = params.scale_log2 > kLarge;
+  params.subtract_max_first = std::abs(softmax_scale) > kLargeScale;
   // A quarter of what there is leaves room to add it to a score.
   params.slack = params.subtract_max_first
                      ? 0.f

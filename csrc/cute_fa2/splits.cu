@@ -17,33 +17,53 @@ int64_t rows_of(const FwdParams& params) {
   return int64_t{params.batch} * params.heads_q * params.len_q;
 }
 
+// The keys of a call as blocks of a tile, of which each part has as many, but for the last.
+struct KeyBlocks {
+  int64_t count;
+  int keys;  // of a block
+
+  // At most so many parts: fewer if they have all of the blocks then.
+  KeySplits in_parts(int64_t parts) const {
+    parts = std::min({parts, count, int64_t{KeySplits::kMost}});
+    if (parts <= 1) return {};
+    const int64_t blocks_each = ceil_div(count, parts);
+    KeySplits splits;
+    splits.count = static_cast<int>(ceil_div(count, blocks_each));
+    splits.keys = static_cast<int>(blocks_each * keys);
+    return splits;
+  }
+};
+
 // What a call takes, in the time that a multiprocessor full of thread blocks takes for a key of
 // each, with all rows of a tile. (With half of them, as in decoding, a key takes less.) These have
 // costs beside their keys, and combining the parts has its own: guesses by a model of the GPU, none
 // of which has been timed.
 struct Cost {
-  int64_t tiles, keys, rows;
+  int64_t tiles, rows;
+  KeyBlocks blocks;
   int multiprocessors, blocks_per_sm;
 
-  double of(int64_t count) const {
+  double of(const KeySplits& splits) const {
     constexpr double kAlone = 0.7;  // of the time, for what does not fill a multiprocessor
     constexpr double kOfThreadBlock = 256, kOfCombining = 256, kOfRow = 0.1, kOfRowsPart = 1. / 60;
-    const int64_t blocks = ceil_div(count * tiles, multiprocessors);  // of one multiprocessor
-    const double rounds = blocks / blocks_per_sm + (blocks % blocks_per_sm > 0) * kAlone;
-    const double combining = kOfCombining + rows * (kOfRow + count * kOfRowsPart);
-    return rounds * (ceil_div(keys, count) + kOfThreadBlock) + (count > 1) * combining;
+    const int64_t thread_blocks = ceil_div(splits.count * tiles, multiprocessors);  // of one
+    const double rounds =
+        thread_blocks / blocks_per_sm + (thread_blocks % blocks_per_sm > 0) * kAlone;
+    const int64_t keys = std::min(int64_t{splits.keys}, blocks.count * blocks.keys);
+    const double combining = kOfCombining + rows * (kOfRow + splits.count * kOfRowsPart);
+    return rounds * (keys + kOfThreadBlock) + (splits.count > 1) * combining;
   }
 
-  // The number of parts that takes least, if that spares a quarter.
-  int64_t best_count() const {
-    constexpr int64_t kMostBlocks = 4;
-    double least = 0.75 * of(1);
-    int64_t best = 1;
-    for (int64_t blocks = 1; blocks <= kMostBlocks; ++blocks) {
-      const int64_t count = blocks * multiprocessors / tiles;
-      if (count > 1 && of(count) < least) {
-        least = of(count);
-        best = count;
+  // The parts that take least, if that spares a quarter.
+  KeySplits best() const {
+    constexpr int64_t kMostThreadBlocks = 4;  // of a multiprocessor
+    KeySplits best;
+    double least = 0.75 * of(best);
+    for (int64_t thread_blocks = 1; thread_blocks <= kMostThreadBlocks; ++thread_blocks) {
+      const KeySplits splits = blocks.in_parts(thread_blocks * multiprocessors / tiles);
+      if (of(splits) < least) {
+        least = of(splits);
+        best = splits;
       }
     }
     return best;
@@ -69,22 +89,16 @@ int64_t tiles_of(const FwdParams& params, const FwdRow& row) {
 KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multiprocessors,
                         int64_t asked) {
   const int block_n = row.config.block_n;
-  const int64_t blocks = ceil_div(params.len_k, block_n);
+  const KeyBlocks blocks = {ceil_div(params.len_k, block_n), block_n};
   // The keys before a window would be parts of their own.
   const bool is_window = params.band_begin > 1 - params.len_q;
-  int64_t count = asked;
+  KeySplits splits = blocks.in_parts(asked);
   if (asked == 0 && !is_window) {
-    const Cost cost = {tiles_of(params, row), params.len_k, rows_of(params), multiprocessors,
-                       row.blocks_per_sm};
-    count = cost.best_count();
+    splits =
+        Cost{tiles_of(params, row), rows_of(params), blocks, multiprocessors, row.blocks_per_sm}
+            .best();
   }
-  count = std::min({count, blocks, int64_t{KeySplits::kMost}});
-  if (count <= 1) return {};
-  check_grid(rows_of(params));  // of combine_splits
-  const int64_t blocks_each = ceil_div(blocks, count);
-  KeySplits splits;
-  splits.count = static_cast<int>(ceil_div(blocks, blocks_each));
-  splits.keys = static_cast<int>(blocks_each * block_n);
+  if (splits.count > 1) check_grid(rows_of(params));  // of combine_splits
   return splits;
 }
 

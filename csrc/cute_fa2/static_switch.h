@@ -32,7 +32,8 @@ void head_dim_switch(int head_dim, F&& f) {
   }(std::make_index_sequence<kBuckets.size()>{});
   if (!found) {
     throw std::runtime_error("flash_cute: this build has no kernel for head dim " +
-                             std::to_string(head_dim));
+                             std::to_string(head_dim) + ", only for those up to " +
+                             std::to_string(kBuckets.back()) + " (FLASH_CUTE_HEAD_DIMS)");
   }
 }
 

@@ -39,7 +39,7 @@ def test_hopper_gets_sm90(default, sm90):
 def test_every_other_device_gets_sm80(default, sm90, capability_major):
     with pytest.raises(EmulationError, match=TO_SM80):
         default.forward(*inputs(), SCALE, capability_major=capability_major)
-    with pytest.raises(EmulationError, match=r"arch is 90, but .*capability is not 9\.x"):
+    with pytest.raises(EmulationError, match=r"arch is 'sm90', but .*capability is not 9\.x"):
         sm90.forward(*inputs(), SCALE, capability_major=capability_major)
 
 
@@ -56,7 +56,7 @@ def test_keys_that_are_split_go_to_sm80(default, sm90):
     assert default.forward(*three, SCALE, multiprocessors=5)[2].box_bytes > 0
     with pytest.raises(EmulationError, match=TO_SM80):
         default.forward(*(x[:, :2] for x in three), SCALE, multiprocessors=5)
-    with pytest.raises(EmulationError, match=r"arch is 90, but .*alone split the keys"):
+    with pytest.raises(EmulationError, match=r"arch is 'sm90', but .*alone split the keys"):
         sm90.forward(q, k, v, SCALE, splits=2)
 
 
@@ -66,7 +66,7 @@ def test_what_sm90_cannot_read_goes_to_sm80(default, sm90, case):
     scale = SCALE if scale is None else scale
     with pytest.raises(EmulationError, match=TO_SM80):
         default.forward(*change(*inputs()), scale)
-    with pytest.raises(EmulationError, match=f"arch is 90, but .*{reason}"):
+    with pytest.raises(EmulationError, match=f"arch is 'sm90', but .*{reason}"):
         sm90.forward(*change(*inputs()), scale)
 
 
@@ -80,19 +80,19 @@ def test_enormous_strides_go_to_sm80(default, sm90, monkeypatch):
     monkeypatch.setattr(emulator, "_as_c", far_apart)
     with pytest.raises(EmulationError, match=TO_SM80):
         default.forward(*inputs(), SCALE)
-    with pytest.raises(EmulationError, match=r"arch is 90, but .*a stride .* is 2\^40 bytes"):
+    with pytest.raises(EmulationError, match=r"arch is 'sm90', but .*a stride .* is 2\^40 bytes"):
         sm90.forward(*inputs(), SCALE)
 
 
 def test_what_the_driver_refuses_goes_to_sm80(default, sm90):
     with pytest.raises(EmulationError, match=TO_SM80):
         default.forward(*inputs(), SCALE, refuses_tensor_maps=True)
-    with pytest.raises(EmulationError, match=r"arch is 90, but .*driver refused a tensor map"):
+    with pytest.raises(EmulationError, match=r"arch is 'sm90', but .*driver refused a tensor map"):
         sm90.forward(*inputs(), SCALE, refuses_tensor_maps=True)
 
 
 def test_tiles_of_sm80_are_chosen_by_shared_memory_alone(default, sm90):
     with pytest.raises(EmulationError, match=TO_SM80):
         default.forward(*inputs(), SCALE, smem_limit=101376)
-    with pytest.raises(EmulationError, match=r"arch is 90, but .*smem_limit"):
+    with pytest.raises(EmulationError, match=r"arch is 'sm90', but .*smem_limit"):
         sm90.forward(*inputs(), SCALE, smem_limit=101376)

@@ -2,11 +2,10 @@
 #pragma once
 
 #include <cutlass/fast_math.h>
-#include <cutlass/numeric_types.h>
 
 #include <cute/tensor.hpp>
-#include <type_traits>
 
+#include "common/element.h"
 #include "common/layout.h"
 #include "common/online_softmax.h"
 #include "common/platform.h"
@@ -16,7 +15,7 @@ namespace flash_cute {
 
 template <DType kDType>
 struct CombineKernel {
-  using Element = std::conditional_t<kDType == DType::kHalf, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = ElementOf<kDType>;
 
   struct Traits {
     static constexpr int kThreads = 256;

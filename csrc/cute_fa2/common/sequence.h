@@ -1,5 +1,6 @@
-// The pair of sequences that a tile attends over. The kernels ask it for lengths and first rows and
-// never read them from the parameters, so that packed or paged sequences can stand here later.
+// The pair of sequences that a tile attends over. The kernels ask it for lengths and never read
+// them from the parameters, so that packed sequences can stand here later. (For these sm90's loads
+// need more: its tensor maps know where tensors end, not where sequences do.)
 #pragma once
 
 #include <cute/config.hpp>

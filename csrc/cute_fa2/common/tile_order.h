@@ -60,7 +60,7 @@ class TileOrder {
 
   // How many heads of K and V stay in L2, of which they get two thirds; at least one.
   static int kv_heads_in_l2(const FwdParams& params, int l2_bytes) {
-    const int kv_heads = params.heads_q / params.heads_per_kv_head * params.batch;
+    const int kv_heads = params.heads_kv() * params.batch;
     const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
     return static_cast<int>(
         std::clamp<int64_t>(int64_t{l2_bytes} * 2 / 3 / head_bytes, 1, kv_heads));

@@ -30,7 +30,7 @@ struct FwdEpilogue {
     using SmemLayoutO = typename Traits::SmemLayoutO;
     auto sO = make_tensor(make_smem_ptr(smem.o), SmemLayoutO{});  // (kBlockM, kHeadDimV)
 
-    auto rO = convert<ElementOut>(tOrO);
+    auto rO = convert<ElementOut>(tOrO);  // (4, MMA_M, kHeadDimV / 8)
     typename Traits::StoreO store_o;
     auto thread_store_o = store_o.get_slice(thread);
     // In the space of Q, which no warp reads any more.

@@ -2,7 +2,6 @@
 // copies between memories.
 #pragma once
 
-#include <cutlass/numeric_types.h>
 #include <cute/atom/copy_atom.hpp>
 #include <cute/atom/copy_traits_sm75.hpp>
 #include <cute/atom/copy_traits_sm80.hpp>
@@ -10,6 +9,7 @@
 #include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/tensor.hpp>
 
+#include "common/element.h"
 #include "common/platform.h"
 #include "config.h"
 #include "params.h"
@@ -18,8 +18,7 @@ namespace flash_cute::sm80 {
 
 template <DType kDType, FwdConfig kConfig>
 struct FwdTraits {
-  using Element = std::conditional_t<kDType == DType::kHalf, cutlass::half_t,
-                                     cutlass::bfloat16_t>;  // Q, K, V and P
+  using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
 
   static constexpr int kHeadDim = kConfig.head_dim;

@@ -120,7 +120,9 @@ struct FwdMainloop {
       load_block(arguments_.k, arguments_.params.k, smem_.k, smem_.k_full, smem_.k_empty, k_, tile,
                  n_block);
     }
-    // Rows past the last key become zeros: their weight is 0, but 0 x NaN would be NaN.
+    // Rows past the last key become zeros, as they are outside of the map: their weight is 0, but
+    // 0 x NaN would be NaN. (Packed sequences, which have neighbours there, would have to see to
+    // it.)
     CUTE_DEVICE void load_values(TileCoord tile, int n_block) {
       load_block(arguments_.v, arguments_.params.v, smem_.v, smem_.v_full, smem_.v_empty, v_, tile,
                  n_block);
@@ -171,6 +173,7 @@ struct FwdMainloop {
     template <class FinishTile>
     CUTE_DEVICE void run(FinishTile&& finish_tile) {
       using namespace cute;
+      // ((2, 2, kBlockN / 8), 1, 1) and ((2, 2, kHeadDimV / 8), 1, 1)
       auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
       auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
       Softmax softmax(arguments_.params);
@@ -306,14 +309,14 @@ struct FwdMainloop {
         wait_for_scores<1>(tSrS);
       }
       multiply_values(tSrP, tOrO);
-      hopper::wait_products<0>();
+      hopper::wait_products<0>();  // O is whole
       warpgroup_fence_operand(tOrO);
       release_values();
     }
 
     template <int kInFlight, class Scores>
     CUTE_DEVICE void wait_for_scores(Scores& tSrS) {
-      hopper::wait_products<kInFlight>();
+      hopper::wait_products<kInFlight>();  // S is whole; a product with V may still run
       cute::warpgroup_fence_operand(tSrS);
       release_keys();
     }
@@ -334,6 +337,7 @@ struct FwdMainloop {
       using namespace cute;
       typename Traits::MmaS mma;
       auto thread_mma = mma.get_slice(hopper::thread_in_warpgroup());
+      // (kConsumerRows, kHeadDim) and (kBlockN, kHeadDim)
       auto sQ =
           make_tensor(make_smem_ptr(smem_.q[q_.stage][index_]), typename Traits::SmemLayoutQ{});
       auto sK = make_tensor(make_smem_ptr(smem_.k[k_.stage]), typename Traits::SmemLayoutK{});
@@ -356,6 +360,7 @@ struct FwdMainloop {
       using namespace cute;
       typename Traits::MmaO mma;
       auto thread_mma = mma.get_slice(hopper::thread_in_warpgroup());
+      // (kHeadDimV, kBlockN)
       auto sVt = make_tensor(make_smem_ptr(smem_.v[v_.stage]), typename Traits::SmemLayoutVt{});
       auto tOrVt = thread_mma.partition_fragment_B(sVt);  // (1, 1, N / 16), descriptors
       auto tOrP = as_a_operand(tSrP);                     // ((2, 2, 2), 1, N / 16)
@@ -378,6 +383,7 @@ struct FwdMainloop {
       q_.advance();
     }
 
+    // Orders the issue of products alone: no data are handed over.
     CUTE_DEVICE void wait_turn() const {
       if constexpr (kInTurns) hopper::wait_at(kFirstTurnBarrier + index_);
     }

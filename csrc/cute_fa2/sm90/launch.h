@@ -22,10 +22,9 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
       params, Traits::kBlockM, params.q.stride_head != 0 ? Traits::kConsumerRows : 1);
   check_grid(query_rows.tiles(params, Traits::kBlockM));
   bind_context(device);
-  const int heads_kv = params.heads_q / params.heads_per_kv_head;
   auto map_keys = [&](const TensorView<const void*>& view) {
-    return make_tensor_map(view, dtype, params.batch, heads_kv, 1, params.len_k, params.head_dim, 1,
-                           Traits::kBlockN, Traits::kStrip);
+    return make_tensor_map(view, dtype, params.batch, params.heads_kv(), 1, params.len_k,
+                           params.head_dim, 1, Traits::kBlockN, Traits::kStrip);
   };
   const Arguments arguments = {
       make_tensor_map(params.q, dtype, params.batch, params.heads_q, query_rows.group(),

@@ -30,7 +30,7 @@ class Schedule {
     // Equal tiles need no order but that of memory. Else as few sections as may be, of as many
     // heads each, but for the first.
     const bool equal = mask == MaskKind::kFull && worth == block_m;
-    const int kv_heads = params.heads_q / params.heads_per_kv_head * params.batch;
+    const int kv_heads = params.heads_kv() * params.batch;
     const int sections = (kv_heads - 1) / TileOrder::kv_heads_in_l2(params, l2_bytes) + 1;
     const int section = equal ? 1 : (kv_heads - 1) / sections + 1;
 

@@ -2,9 +2,9 @@
 // shared-memory layouts that TMA writes and wgmma reads.
 #pragma once
 
-#include <cutlass/numeric_types.h>
 #include <cute/tensor.hpp>
 
+#include "common/element.h"
 #include "config.h"
 #include "params.h"
 #include "sm90/hopper.h"
@@ -13,8 +13,7 @@ namespace flash_cute::sm90 {
 
 template <DType kDType, FwdSm90Config kConfig_>
 struct FwdTraits {
-  using Element = std::conditional_t<kDType == DType::kHalf, cutlass::half_t,
-                                     cutlass::bfloat16_t>;  // Q, K, V and P
+  using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
 
   static constexpr FwdSm90Config kConfig = kConfig_;
