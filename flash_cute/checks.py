@@ -44,9 +44,12 @@ ARCHS = {"sm80": 80, "sm90": 90}
 
 def op_arguments(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, softmax_scale: float | None
-) -> tuple[float | int, ...] | None:
+) -> tuple[float | int | None, ...] | None:
     """What the op takes beyond q, k and v: scale, window_left, window_right, diagonal_offset. None
     if an argument does not keep to the contract of `forward`.
+
+    A causal mask's offset, Nk - Nq, is left to the op (None): torch.jit.trace would keep that of
+    the lengths that it has seen.
     """
     if not are_dense_tensors(q, k, v):
         return None
@@ -73,7 +76,7 @@ def op_arguments(
     ):
         return None
     scale = 1.0 / math.sqrt(head_dim_q) if softmax_scale is None else float(softmax_scale)
-    return (scale, -1, 0, len_k - len_q) if is_causal else (scale, -1, -1, 0)
+    return (scale, -1, 0, None) if is_causal else (scale, -1, -1, 0)
 
 
 def wants_derivative(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -98,7 +101,8 @@ def are_dense_tensors(q: Any, k: Any, v: Any) -> bool:
 def _is_valid_scale(scale: Any) -> bool:
     if isinstance(scale, bool):
         return False
-    if not isinstance(scale, (float, int)):
+    # The latter come of sizes in non-strict torch.export; asking makes them constants, guarded.
+    if not isinstance(scale, (float, int, torch.SymFloat, torch.SymInt)):
         if _is_traced(scale):
             return True  # the op asks whether it is finite
         if not isinstance(scale, numbers.Real):  # NumPy's scalars are, but asking takes long
@@ -111,12 +115,11 @@ def _is_valid_scale(scale: Any) -> bool:
 
 
 def _is_traced(scale: Any) -> bool:
-    """Whether it is what torch.compile makes of NumPy's scalars: an array of no dimensions."""
-    return (
-        torch.compiler.is_compiling()
-        and not isinstance(scale, Tensor)
-        and getattr(scale, "ndim", None) == 0
-    )
+    """Whether it is what torch.compile makes of NumPy's scalars, or torch.jit.trace of numbers that
+    come of sizes: an array, or tensor, of no dimensions."""
+    if isinstance(scale, Tensor):
+        return scale.ndim == 0 and bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() and getattr(scale, "ndim", None) == 0
 
 
 def _has_tangent(x: Tensor) -> bool:

@@ -39,13 +39,13 @@ def attention(
     softmax_scale: float,
     window_left: int = -1,
     window_right: int = -1,
-    diagonal_offset: int = 0,
+    diagonal_offset: int | None = 0,
     smem_limit: int = 0,
     arch: int = 0,
     splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) for q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D); the mask is that of
-    `reference.visible_keys`.
+    `reference.visible_keys`, where None stands for the offset Nk - Nq.
 
     `smem_limit`, `arch` and `splits` concern GPUs alone and are ignored.
     """
@@ -55,14 +55,18 @@ def attention(
     heads_kv, len_k = k.shape[1:3]
     if out.numel() == 0 or len_k == 0:
         return out.zero_(), lse
+    if diagonal_offset is None:
+        diagonal_offset = len_k - len_q
 
     is_ordinary = softmax_scale == 0 or SMALL_SCALE <= abs(softmax_scale) <= LARGE_SCALE
     in_fp64 = q.dtype == torch.float64 or not is_ordinary
     dtype = torch.float64 if in_fp64 else torch.float32
     # Scores beyond the dtype's range, NaN and Inf: the kernel adds its mask, so such a key would
     # reach rows that do not see it (inf + -inf is NaN), and it takes a row of -inf for empty.
-    largest = _largest(q) * _largest(k) * head_dim * abs(softmax_scale)
-    if not largest < torch.finfo(dtype).max / 2:
+    # Likewise where q times the scale leaves it, which is computed first.
+    limit = torch.finfo(dtype).max / 2
+    largest_q, largest_k = _largest(q) * abs(softmax_scale), _largest(k) * head_dim
+    if not (largest_q < limit and largest_q * largest_k < limit):
         exact_out, exact_lse = reference.attention_blockwise(
             q,
             k,

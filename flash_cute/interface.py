@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from flash_cute import checks, ops
 
@@ -58,6 +60,11 @@ def forward(
     current stream of q's device; nothing waits for it.
     """
     arguments = checks.op_arguments(q, k, v, is_causal, softmax_scale)
+    if arguments is None and any(isinstance(x, torch.fx.Proxy) for x in (q, k, v)):
+        # torch.fx.symbolic_trace takes the call down; it is checked when it is made.
+        return handle_torch_function(
+            forward, (q, k, v), q, k, v, is_causal, softmax_scale, arch=arch
+        )
     if arguments is None:
         # Autocast may make right what is not, such as fp32 on a GPU. What is right as it is meets
         # autocast in the op.

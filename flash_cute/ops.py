@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypedDict, cast
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from flash_cute import checks, cpu
 
@@ -45,6 +46,9 @@ _load(LIBRARY)
 
 #: The op, without the look-ups that `torch.ops.flash_cute.fwd(...)` would repeat at each call.
 fwd = torch.ops.flash_cute.fwd.default
+
+
+Shape = tuple[int, ...]
 
 
 class TileOfAnyArch(TypedDict):
@@ -104,12 +108,19 @@ def _fwd_fake(
     softmax_scale: float,
     window_left: int = -1,
     window_right: int = -1,
-    diagonal_offset: int = 0,
+    diagonal_offset: int | None = 0,
     smem_limit: int = 0,
     arch: int = 0,
     splits: int = 0,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.flash_cute.fwd)
+def _fwd_flops(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
+    """For torch.utils.flop_counter, by PyTorch's rule for SDPA: masks spare nothing."""
+    batch, heads, len_q, head_dim = q
+    return 4 * batch * heads * len_q * k[2] * head_dim
 
 
 def autocast(x: Any) -> Any:

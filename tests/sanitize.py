@@ -13,20 +13,28 @@ from flash_cute import ops
 
 SMALL_SHARED_MEMORY = 101376  # what sm_86, sm_89 and sm_120 lend a block
 
-#: (Nq, Nk, causal): ragged on both sides, one and several key blocks, rows that see no key.
-SHAPES = [(200, 200, True), (70, 193, False), (130, 33, True)]
+#: (Hq, Hkv, Nq, Nk, causal): ragged on both sides, one and several key blocks, rows that see no
+#: key; one query, of heads that share tiles; more tiles than a GPU has multiprocessors.
+SHAPES = [
+    (2, 1, 200, 200, True),
+    (2, 1, 70, 193, False),
+    (2, 1, 130, 33, True),
+    (8, 2, 1, 193, False),
+    (160, 80, 130, 129, False),
+    (160, 80, 130, 129, True),
+]
 
 
 def main() -> None:
     torch.manual_seed(0)
     build = ops.build_info()
     has_sm90 = torch.cuda.get_device_capability()[0] == 9 and "sm_90a" in build["archs"]
-    for head_dim, (len_q, len_k, is_causal) in itertools.product(
+    for head_dim, (heads, heads_kv, len_q, len_k, is_causal) in itertools.product(
         [*build["head_dims"], 72, 100], SHAPES
     ):
         for dtype in (torch.float16, torch.bfloat16):
-            q = torch.randn(1, 2, len_q, head_dim).to("cuda", dtype)
-            k, v = torch.randn(2, 1, 1, len_k, head_dim).to("cuda", dtype)
+            q = torch.randn(1, heads, len_q, head_dim).to("cuda", dtype)
+            k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", dtype)
             window_right = 0 if is_causal else -1
             band = (-1, window_right, len_k - len_q)
             assert_close(

@@ -9,6 +9,7 @@ import torch
 from support import BACKENDS, DEVICES, LAYOUTS, ONE_BACKEND_EACH, poisoned, random_inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import flash_cute
 from flash_cute import ops
@@ -194,6 +195,66 @@ def test_export_with_dynamic_lengths(strict):
     for lengths in ((33, 50), (70, 20)):
         q, k = inputs(*lengths)
         assert_same(program.module()(q, k), flash_cute.forward(q, k, k, True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_a_scale_that_comes_of_lengths(strict):
+    """As of PyTorch's SDPA, it is a constant of the program, which is guarded."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k):
+            return flash_cute.forward(q, k, k, False, (k.shape[2] / 64) ** 0.5)
+
+    q, k, _ = random_inputs(2, 4, 33, 16, len_k=50)
+    dims = {"q": None, "k": {2: torch.export.Dim.AUTO}}
+    program = torch.export.export(Attention(), (q, k), dynamic_shapes=dims, strict=strict)
+    assert_same(program.module()(q, k), Attention()(q, k))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program.module()(q, k[:, :, :40])
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traces_hold_for_other_lengths(tmp_path):
+    """torch.jit.trace keeps what Python computes of lengths: the causal mask is not so computed."""
+
+    def attention(q, k):
+        return flash_cute.forward(q, k, k, True, q.size(3) ** -0.5)
+
+    lengths = [(1, 9), (33, 33), (7, 90), (40, 20)]
+    inputs = [random_inputs(2, 4, len_q, 16, len_k=len_k)[:2] for len_q, len_k in lengths]
+    for seen in inputs:
+        traced = torch.jit.trace(attention, seen)
+        traced.save(str(tmp_path / "traced.pt"))
+        for q, k in inputs:
+            for program in (traced, torch.jit.load(str(tmp_path / "traced.pt"))):
+                assert_same(program(q, k), flash_cute.forward(q, k, k, True))
+
+
+def test_symbolic_trace_takes_the_call_down():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k):
+            out, lse = flash_cute.forward(q, k, v=k, is_causal=True, softmax_scale=0.3)
+            return out.transpose(1, 2), lse
+
+    module = torch.fx.symbolic_trace(Attention())
+    assert flash_cute.forward in [node.target for node in module.graph.nodes]
+    q, k, _ = random_inputs(2, 4, 33, 16, len_k=50)
+    assert_same(module(q, k), Attention()(q, k))
+    with pytest.raises(TypeError, match="q is int32 on cpu"):
+        module(q.int(), k.int())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_operations_are_counted(mode):
+    """Without a GPU for those of fake tensors; a mask spares none, as of PyTorch's SDPA."""
+    q, k, _ = random_inputs(2, 6, 33, 16, heads_kv=3, len_k=50)
+    with mode(), FlopCounterMode(display=False) as counter:
+        flash_cute.forward(q, k, k)
+        flash_cute.forward(q, k, k, True)
+    assert counter.get_total_flops() == 2 * (4 * 2 * 6 * 33 * 50 * 16)
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        flash_cute.forward(*torch.empty(3, 1, 2, 64, 32, device="cuda", dtype=torch.float16))
+    assert counter.get_total_flops() == 4 * 2 * 64 * 64 * 32
 
 
 OP_SAMPLES = {

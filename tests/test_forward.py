@@ -101,6 +101,14 @@ def test_small_scales_of_great_scores(dtype, exponent):
     check(q * 10.0**exponent, k * 10.0**exponent, v, False, 10.0 ** (-2 * exponent))
 
 
+@pytest.mark.parametrize("scale", [200.0, -200.0, 1e15])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_great_queries_of_small_keys(dtype, scale):
+    """q times the scale is beyond fp32, the scores are not."""
+    q, k, v = random_inputs(1, 2, 30, 8, dtype=dtype, device="cpu")
+    check(q * 1e37, k * 1e-37 / abs(scale), v, False, scale)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-46, 1e-300])
 def test_one_nan_is_one_row(scale):
     q, k, v = random_inputs(2, 2, 30, 8, dtype=torch.float32, device="cpu")

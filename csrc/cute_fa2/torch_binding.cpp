@@ -125,8 +125,9 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dty
 }
 
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scale,
-                               int64_t window_left, int64_t window_right, int64_t diagonal_offset,
-                               int64_t smem_limit, int64_t arch, int64_t splits) {
+                               int64_t window_left, int64_t window_right,
+                               std::optional<int64_t> diagonal_offset, int64_t smem_limit,
+                               int64_t arch, int64_t splits) {
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
   check_inputs(q, k, v, dtype, device, softmax_scale);
@@ -166,7 +167,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
   params.len_k = static_cast<int>(gk.sizes[2]);
   params.head_dim = static_cast<int>((gq.sizes[3] + 7) / 8 * 8);
   set_scale(params, softmax_scale);
-  const MaskKind mask = set_band(params, window_left, window_right, diagonal_offset);
+  const MaskKind mask =
+      set_band(params, window_left, window_right, diagonal_offset.value_or(gk.sizes[2] - len_q));
   std::optional<Tensor> workspace;
   const auto allocate = [&](int64_t bytes) {
     const int64_t stride = 1;
@@ -189,7 +191,7 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(
       "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, SymInt window_left=-1, SymInt "
       "window_right=-1, "
-      "SymInt diagonal_offset=0, SymInt smem_limit=0, SymInt arch=0, SymInt splits=0) -> (Tensor "
+      "SymInt? diagonal_offset=0, SymInt smem_limit=0, SymInt arch=0, SymInt splits=0) -> (Tensor "
       "out, Tensor softmax_lse)");
   m.def("build_info() -> str");
   m.def("tiles_for(int smem_limit) -> str");
