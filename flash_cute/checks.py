@@ -103,9 +103,10 @@ def _is_valid_scale(scale: Any) -> bool:
         return False
     # The latter come of sizes in non-strict torch.export; asking makes them constants, guarded.
     if not isinstance(scale, (float, int, torch.SymFloat, torch.SymInt)):
-        if _is_traced(scale):
-            return True  # the op asks whether it is finite
-        if not isinstance(scale, numbers.Real):  # NumPy's scalars are, but asking takes long
+        if torch.compiler.is_compiling() and _is_number_in_array(scale):
+            return True  # it has no value yet; the op asks whether it is finite
+        # NumPy's scalars are real numbers, but asking takes long.
+        if not isinstance(scale, numbers.Real) and not _is_number_of_trace(scale):
             return False
         try:
             scale = float(scale)  # NumPy would compare in the scalar's own dtype
@@ -114,12 +115,20 @@ def _is_valid_scale(scale: Any) -> bool:
     return bool(-MAX_SCALE <= scale <= MAX_SCALE)
 
 
-def _is_traced(scale: Any) -> bool:
-    """Whether it is what torch.compile makes of NumPy's scalars, or torch.jit.trace of numbers that
-    come of sizes: an array, or tensor, of no dimensions."""
-    if isinstance(scale, Tensor):
-        return scale.ndim == 0 and bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
-    return torch.compiler.is_compiling() and getattr(scale, "ndim", None) == 0
+def _is_number_in_array(scale: Any) -> bool:
+    """Whether it is what torch.compile makes of NumPy's scalars: an array of no dimensions."""
+    return not isinstance(scale, Tensor) and getattr(scale, "ndim", None) == 0
+
+
+def _is_number_of_trace(scale: Any) -> bool:
+    """Whether it is what torch.jit.trace makes of sizes: a tensor of no dimensions."""
+    return (
+        isinstance(scale, Tensor)
+        and bool(torch.jit.is_tracing())  # type: ignore[attr-defined]
+        and scale.ndim == 0
+        and (scale.is_floating_point() or scale.dtype == torch.int64)
+        and not scale.requires_grad
+    )
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -244,7 +253,8 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal is {_shown(is_causal)}: it must be True or False")
     if softmax_scale is not None and not _is_valid_scale(softmax_scale):
-        if isinstance(softmax_scale, numbers.Real) and not isinstance(softmax_scale, bool):
+        real = (numbers.Real, torch.SymFloat, torch.SymInt)
+        if isinstance(softmax_scale, real) and not isinstance(softmax_scale, bool):
             raise ValueError(f"softmax_scale is {_shown(softmax_scale)}: it must be finite")
         allowed = "a float, an int, or None for 1/sqrt(D)"
         raise TypeError(f"softmax_scale is {_shown(softmax_scale)}: it must be {allowed}")

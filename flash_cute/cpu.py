@@ -49,6 +49,8 @@ def attention(
 
     `smem_limit`, `arch` and `splits` concern GPUs alone and are ignored.
     """
+    if not math.isfinite(softmax_scale):  # `forward` cannot tell while it is compiled
+        raise RuntimeError("softmax_scale must be finite")
     out = torch.empty_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32)
     batch, heads_q, len_q, head_dim = q.shape

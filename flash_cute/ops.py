@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypedDict, cast
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from flash_cute import checks, cpu
 
@@ -116,11 +116,14 @@ def _fwd_fake(
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@register_flop_formula(torch.ops.flash_cute.fwd)
 def _fwd_flops(q: Shape, k: Shape, v: Shape, *args: Any, **kwargs: Any) -> int:
     """For torch.utils.flop_counter, by PyTorch's rule for SDPA: masks spare nothing."""
     batch, heads, len_q, head_dim = q
     return 4 * batch * heads * len_q * k[2] * head_dim
+
+
+if torch.ops.flash_cute.fwd not in flop_registry:  # it is where the package is imported again
+    register_flop_formula(torch.ops.flash_cute.fwd)(_fwd_flops)
 
 
 def autocast(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -228,6 +229,32 @@ def test_traces_hold_for_other_lengths(tmp_path):
         for q, k in inputs:
             for program in (traced, torch.jit.load(str(tmp_path / "traced.pt"))):
                 assert_same(program(q, k), flash_cute.forward(q, k, k, True))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("scale", [torch.tensor(True), torch.tensor(1j), torch.ones(1)])
+def test_traces_refuse_tensors_that_are_no_scales(scale):
+    q, k, v = random_inputs(1, 2, 33, 16)
+    with pytest.raises(TypeError, match=r"softmax_scale is a torch.Tensor .* a float"):
+        torch.jit.trace(lambda q: flash_cute.forward(q, k, v, False, scale), (q,))
+
+
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
+def test_the_op_refuses_scales_that_are_not_finite(scale):
+    with pytest.raises(RuntimeError, match="softmax_scale must be finite"):
+        ops.fwd(*random_inputs(1, 2, 33, 16), scale)
+
+
+def test_infinite_scales_that_come_of_lengths_are_refused():
+    q, k, _ = random_inputs(1, 2, 33, 16)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k):
+            return flash_cute.forward(q, k, k, False, k.shape[2] * math.inf)
+
+    dims = {"q": None, "k": {2: torch.export.Dim.AUTO}}
+    with pytest.raises(ValueError, match=r"softmax_scale is .*: it must be finite"):
+        torch.export.export(Attention(), (q, k), dynamic_shapes=dims)
 
 
 def test_symbolic_trace_takes_the_call_down():

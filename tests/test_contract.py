@@ -389,6 +389,21 @@ def test_the_import_leaves_dynamo_out():
     assert vars(ours) == vars(torchs) != {}
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.10 lets nobody register twice")
+def test_the_package_can_be_imported_again():
+    """As in notebooks: the op and its formula are registered already."""
+    code = (
+        "import sys, torch, flash_cute\n"
+        "for name in [name for name in sys.modules if name.split('.')[0] == 'flash_cute']:\n"
+        "    del sys.modules[name]\n"
+        "import flash_cute\n"
+        "out, _ = flash_cute.forward(*torch.ones(3, 1, 1, 2, 4))\n"
+        "sys.exit(not bool((out == 1).all()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
 @pytest.mark.filterwarnings("error")
 def test_other_numbers_are_scales():
     numpy = pytest.importorskip("numpy")

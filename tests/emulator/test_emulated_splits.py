@@ -192,6 +192,19 @@ def test_keys_stay_whole_where_tiles_fill_the_gpu(emulator, suite, gpu):
         assert emulator.splits(*shape_of(case), multiprocessors, **options)[0] == 1, case.name
 
 
+@pytest.mark.parametrize("gpu, head_dim, most", [("H200", 64, 640), ("RTX 4090", 256, 512)])
+def test_keys_stay_whole_until_parts_of_them_spare_a_quarter(emulator, gpu, head_dim, most):
+    """A part of few keys saves little: what a part costs is that of its blocks, filled or not."""
+    multiprocessors, smem_limit = GPUS[gpu]
+
+    def parts(len_k):
+        shape = (1, 8, 8, 1, len_k, head_dim)
+        return emulator.splits(*shape, multiprocessors, smem_limit=smem_limit)[0]
+
+    assert [parts(n) for n in (most - 60, most - 1, most)] == [1, 1, 1]
+    assert parts(most + 1) > 1
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 def test_decoding_fills_the_gpu(emulator, gpu):
     for case in bench_cases.SUITES["decode"]():
