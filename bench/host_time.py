@@ -44,7 +44,7 @@ def measure_host_time(
     for case in CASES:
         for grad_mode in (False, True):
             with torch.set_grad_enabled(grad_mode):
-                tensors = make_inputs(case, options.device)
+                tensors = make_inputs(case, options.device, options.seed)
                 runners = [prepare(p, case, tensors, options) for p in providers]
                 working = [runner for runner in runners if runner.call is not None]
                 for turn in range(rounds + 1):

@@ -34,7 +34,7 @@ def measure_memory(
         raise ValueError("peak memory is read from the GPU's allocator: there is no GPU here")
     rows = []
     for case in cases:
-        tensors = make_inputs(case, options.device)
+        tensors = make_inputs(case, options.device, options.seed)
         for provider in providers:
             runner = prepare(provider, case, tensors, options)  # and its one-time allocations
             runner.row |= {"kind": "memory", "output_bytes": output_bytes(case)}
