@@ -254,7 +254,8 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
         raise TypeError(f"is_causal is {_shown(is_causal)}: it must be True or False")
     if softmax_scale is not None and not _is_valid_scale(softmax_scale):
         real = (numbers.Real, torch.SymFloat, torch.SymInt)
-        if isinstance(softmax_scale, real) and not isinstance(softmax_scale, bool):
+        is_real = isinstance(softmax_scale, real) and not isinstance(softmax_scale, bool)
+        if is_real or _is_number_of_trace(softmax_scale):
             raise ValueError(f"softmax_scale is {_shown(softmax_scale)}: it must be finite")
         allowed = "a float, an int, or None for 1/sqrt(D)"
         raise TypeError(f"softmax_scale is {_shown(softmax_scale)}: it must be {allowed}")

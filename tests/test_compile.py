@@ -245,6 +245,7 @@ def test_the_op_refuses_scales_that_are_not_finite(scale):
         ops.fwd(*random_inputs(1, 2, 33, 16), scale)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_infinite_scales_that_come_of_lengths_are_refused():
     q, k, _ = random_inputs(1, 2, 33, 16)
 
@@ -255,6 +256,8 @@ def test_infinite_scales_that_come_of_lengths_are_refused():
     dims = {"q": None, "k": {2: torch.export.Dim.AUTO}}
     with pytest.raises(ValueError, match=r"softmax_scale is .*: it must be finite"):
         torch.export.export(Attention(), (q, k), dynamic_shapes=dims)
+    with pytest.raises(ValueError, match=r"softmax_scale is .*: it must be finite"):
+        torch.jit.trace(Attention(), (q, k))
 
 
 def test_symbolic_trace_takes_the_call_down():

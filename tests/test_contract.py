@@ -389,7 +389,7 @@ def test_the_import_leaves_dynamo_out():
     assert vars(ours) == vars(torchs) != {}
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.10 lets nobody register twice")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch may let nobody register twice")
 def test_the_package_can_be_imported_again():
     """As in notebooks: the op and its formula are registered already."""
     code = (
