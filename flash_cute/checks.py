@@ -207,7 +207,8 @@ def refuse(q: Any, k: Any, v: Any, is_causal: Any, softmax_scale: Any) -> NoRetu
             raise TypeError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
         if not are_dense_tensors(x, x, x):
             kind = "nested" if x.is_nested else _name(x.layout)
-            raise TypeError(f"{name} is a {kind} tensor: it must be dense; pad it, or use {SDPA}")
+            mend = "pad it" if x.is_nested else "call to_dense()"
+            raise TypeError(f"{name} is a {kind} tensor: it must be dense; {mend}, or use {SDPA}")
         if x.dim() != 4:
             dims = "4 dimensions, (batch, heads, length, head dim)"
             raise ValueError(f"{name} has shape {tuple(x.shape)}: it must have {dims}")

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from flash_cute import reference
+from flash_cute import checks, reference
 
 #: Query rows of one call under a mask. What a mask costs grows with ROWS x Nk, never with Nq x Nk.
 ROWS = 256
@@ -49,8 +49,9 @@ def attention(
 
     `smem_limit`, `arch` and `splits` concern GPUs alone and are ignored.
     """
-    if not math.isfinite(softmax_scale):  # `forward` cannot tell while it is compiled
-        raise RuntimeError("softmax_scale must be finite")
+    # Again, as in the CUDA op: traced programs come here with whatever they are given.
+    if checks.op_arguments(q, k, v, False, softmax_scale) is None:
+        checks.refuse(q, k, v, False, softmax_scale)
     out = torch.empty_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32)
     batch, heads_q, len_q, head_dim = q.shape

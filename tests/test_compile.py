@@ -241,8 +241,27 @@ def test_traces_refuse_tensors_that_are_no_scales(scale):
 
 @pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
 def test_the_op_refuses_scales_that_are_not_finite(scale):
-    with pytest.raises(RuntimeError, match="softmax_scale must be finite"):
+    with pytest.raises(ValueError, match=r"softmax_scale is a float .*: it must be finite"):
         ops.fwd(*random_inputs(1, 2, 33, 16), scale)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("device, dtype", ONE_BACKEND_EACH)
+def test_traces_refuse_what_forward_refuses(device, dtype):
+    """The op does, which is all that is left there."""
+    q, k, v = random_inputs(2, 4, 8, 16, heads_kv=2, dtype=dtype, device=device)
+    traced = torch.jit.trace(lambda q, k, v: flash_cute.forward(q, k, v, True), (q, k, v))
+    assert_same(traced(q, k, v), flash_cute.forward(q, k, v, True))
+    wrong = {
+        "heads": (q, k, v.transpose(1, 2)),
+        "head dim": (q, k, v.transpose(2, 3)),
+        "batch size": (q, k.reshape(1, 4, 8, 16), v.reshape(1, 4, 8, 16)),
+        "multiple": (q[:, :3], k, v),
+        "float": (q, k.double(), v),
+    }
+    for what, inputs in wrong.items():
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=what):
+            traced(*inputs)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
