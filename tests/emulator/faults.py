@@ -25,6 +25,7 @@ SM90_KERNEL = "sm90/fwd_kernel.h"
 SM90_MAINLOOP = "sm90/fwd_mainloop.h"
 SM90_EPILOGUE = "sm90/fwd_epilogue.h"
 SM90_TRAITS = "sm90/traits.h"
+SM90_OPERAND = "sm90/shared_operand.h"
 SM90_MAP = "sm90/tensor_map.h"
 
 # What catches a fault, as regular expressions.

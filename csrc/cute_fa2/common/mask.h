@@ -42,6 +42,12 @@ class Mask {
     return {begin(row_begin) / block_n, (cute::max(0, end(row_end - 1)) + block_n - 1) / block_n};
   }
 
+  // The key blocks of which every one of `rows` rows from `row_origin` on sees every key. In other
+  // visible blocks `cuts` holds; who has the registers finds out once a tile.
+  CUTE_DEVICE BlockRange whole_blocks(int row_origin, int rows, int block_n) const {
+    return {(begin(row_origin + rows - 1) + block_n - 1) / block_n, end(row_origin) / block_n};
+  }
+
   // Whether an edge of any row's interval runs through the tile of `rows` x `keys` at
   // (row_origin, key_origin), so that its elements need a test.
   CUTE_DEVICE bool cuts(int row_origin, int rows, int key_origin, int keys) const {

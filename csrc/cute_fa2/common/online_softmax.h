@@ -101,6 +101,24 @@ class OnlineSoftmax {
     }
   }
 
+  // What scores are compared with and what is subtracted from them. It follows from the references;
+  // who has the registers keeps it until they rise.
+  struct Bounds {
+    int rising_bits[kRows];  // of the least score by which the row may rise; see greatest_bits
+    float subtrahend[kRows];
+  };
+  CUTE_DEVICE Bounds bounds() const {
+    Bounds result;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      result.rising_bits[r] =
+          limit_[r] < 0.f ? std::numeric_limits<int>::lowest() : std::bit_cast<int>(limit_[r]) + 1;
+      result.subtrahend[r] =
+          kAnyScale && params_.subtract_max_first ? 0.f : reference_.of(limit_[r]);
+    }
+    return result;
+  }
+
   // A block of scores takes four calls. `may_rise` tells whether a row's reference may have to rise
   // by those of its scores that this thread has; it may be asked before a mask, which only lowers
   // scores. `raise` updates the references, and returns false where none rose, the same for all who
@@ -114,8 +132,16 @@ class OnlineSoftmax {
     bool result = false;
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(scores); ++r) {
-      result |= may_exceed(scores, r, limit_[kFirstRow + r]);
+      const float limit = limit_[kFirstRow + r];
+      result |= greatest_bits(scores, r) > std::bit_cast<int>(limit) || limit < 0.f;
     }
+    return result;
+  }
+  template <class Scores>
+  CUTE_DEVICE bool may_rise(const Scores& scores, const Bounds& bounds) const {
+    bool result = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) result |= greatest_bits(scores, r) >= bounds.rising_bits[r];
     return result;
   }
 
@@ -177,41 +203,29 @@ class OnlineSoftmax {
   // so large that c s itself has lost what tells scores apart, `raise` has subtracted the maximum.
   template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE void weigh(Scores& scores) {
-    weigh<kFirstRow>(scores, subtrahends());
+    weigh<kFirstRow>(scores, bounds());
   }
-  // The same, of some of the block's columns, with what `subtrahends` has given for all.
-  struct Subtrahends {
-    float of_row[kRows];
-  };
+  // Or of some of the block's columns.
   template <int kFirstRow = 0, class Scores>
-  CUTE_DEVICE void weigh(Scores& scores, const Subtrahends& subtrahends) {
+  CUTE_DEVICE void weigh(Scores& scores, const Bounds& bounds) {
     // Column by column, so that the weights that the product with V takes first come first.
     CUTE_UNROLL
     for (int c = 0; c < cute::size<1>(scores); ++c) {
       CUTE_UNROLL
       for (int r = 0; r < cute::size<0>(scores); ++r) {
         float& score = scores(r, c);
-        score = platform::exp2(score * params_.scale_log2 - subtrahends.of_row[kFirstRow + r]);
+        score = platform::exp2(score * params_.scale_log2 - bounds.subtrahend[kFirstRow + r]);
         sum_[kFirstRow + r] += score;
       }
     }
   }
-  CUTE_DEVICE Subtrahends subtrahends() const {
-    Subtrahends result;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      result.of_row[r] = kAnyScale && params_.subtract_max_first ? 0.f : reference_.of(limit_[r]);
-    }
-    return result;
-  }
-
-  // Always true, which the compiler cannot know. It reads every sum, so that a branch that asks for
-  // it comes after all exponentials: ptxas would move some of them behind what follows.
-  CUTE_DEVICE bool has_weighed() const {
+  // Exponentials that stand before it stay before what follows, which ptxas would else move ahead
+  // of some of them. The order depends on every sum; none is below 0, which ptxas does not know.
+  CUTE_DEVICE void finish_weighing() const {
     float least = sum_[0];
     CUTE_UNROLL
     for (int r = 1; r < kRows; ++r) least = fminf(least, sum_[r]);
-    return platform::any_in_warp(!(least < 0.f));
+    platform::keep_order(least < 0.f ? -1 : 0);
   }
 
   // Divides `out` by the rows' sums. A row without a key has a sum of 0 and gets out = 0.
@@ -251,17 +265,17 @@ class OnlineSoftmax {
   }
 
  private:
-  // Whether a score of row `row` exceeds `limit`, or might. Numbers of which one at least is not
-  // negative are in the order of their bits, taken for integers; and of three integers Hopper finds
-  // the greatest in one instruction.
+  // The greatest score of row `row`, or a lesser one if all are negative, by its bits. Numbers of
+  // which one at least is not negative are in the order of their bits, taken for integers; and of
+  // three integers Hopper finds the greatest in one instruction.
   template <class Scores>
-  static CUTE_DEVICE bool may_exceed(const Scores& scores, int row, float limit) {
+  static CUTE_DEVICE int greatest_bits(const Scores& scores, int row) {
     int greatest = std::bit_cast<int>(scores(row, 0));
     CUTE_UNROLL
     for (int c = 1; c < cute::size<1>(scores); ++c) {
       greatest = cute::max(greatest, std::bit_cast<int>(scores(row, c)));
     }
-    return greatest > std::bit_cast<int>(limit) || limit < 0.f;
+    return greatest;
   }
 
   // A score above its row's limit makes the reference rise; -inf before the first key.

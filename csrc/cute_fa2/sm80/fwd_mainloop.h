@@ -377,11 +377,11 @@ class FwdMainloop {
     auto words = make_tensor<uint32_t>(
         make_shape(_4{}, size<1>(tSrS_step), Int<kPieces>{}));  // (4, MMA_M, N / 16)
     auto tOrP = recast<Element>(words);                         // (8, MMA_M, N / 16)
-    const auto subtrahends = softmax_.subtrahends();  // once: the compiler would not share them
+    const auto bounds = softmax_.bounds();  // once: the compiler would not share them
     auto weigh = [&](int piece) {
       auto accumulators = pair_of_columns(tSrS_step, piece);  // (4, MMA_M, 2)
       auto scores = as_matrix(accumulators);
-      softmax_.template weigh<Rows::kFirstRow>(scores, subtrahends);
+      softmax_.template weigh<Rows::kFirstRow>(scores, bounds);
       auto words_of_piece = words(_, _, piece);
       convert_to_words<Element>(as_a_operand(accumulators), words_of_piece);
     };

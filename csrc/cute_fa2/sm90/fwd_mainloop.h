@@ -14,6 +14,7 @@
 #include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
+#include "sm90/shared_operand.h"
 
 namespace flash_cute::sm90 {
 
@@ -162,7 +163,12 @@ struct FwdMainloop {
   class Consumer {
    public:
     CUTE_DEVICE Consumer(const Arguments& arguments, SharedMemory& smem, int index)
-        : arguments_(arguments), smem_(smem), index_(index) {
+        : arguments_(arguments),
+          smem_(smem),
+          index_(index),
+          queries_(Traits::fragment_q(smem.q[0][index])),
+          keys_(Traits::fragment_k(smem.k[0])),
+          values_(Traits::fragment_vt(smem.v[0])) {
       // The first consumer has the first turn, as if the last one had passed it on.
       if (kInTurns && index == kConsumers - 1) pass_turn();
     }
@@ -272,31 +278,35 @@ struct FwdMainloop {
       auto scores = as_matrix(tSrS);  // (rows, columns)
       auto out = as_matrix(tOrO);     // (rows, columns)
 
-      softmax.start();
+      const BlockRange whole = mask.whole_blocks(work.row0, Traits::kConsumerRows, kBlockN);
+      const auto apply_mask = [&](int n_block) {
+        if (n_block >= whole.begin && n_block < whole.end) return;
+        // (rows, columns) -> (row, key)
+        auto coords = [](int thread) {
+          return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
+              make_identity_tensor(typename Traits::ShapeS{})));
+        };
+        mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
+                   coords(0), work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN);
+      };
+
       clear(tOrO);
-      bool is_multiplying = false;
+      softmax.start();
+      const int first_block = work.blocks.end - 1;
+      apply_mask(first_block);
+      softmax.raise(scores, true, true);
+      auto bounds = softmax.bounds();
       CUTE_NO_UNROLL
-      for (int n_block = work.blocks.end - 1;; --n_block) {
-        if (mask.cuts(work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN)) {
-          // (rows, columns) -> (row, key)
-          auto coords = [](int thread) {
-            return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
-                make_identity_tensor(typename Traits::ShapeS{})));
-          };
-          mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
-                     coords(0), work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN);
-        }
-        const bool rises = softmax.raise(scores, softmax.may_rise(scores), !is_multiplying);
-        softmax.weigh(scores);
+      for (int n_block = first_block;; --n_block) {
+        softmax.weigh(scores, bounds);
         // All of this runs under the product of the block before with V, if it stands before the
         // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
-        // of a branch that needs the results, so the branch for the last use of Q asks for them.
+        // of a branch that needs the results.
         warpgroup_fence_operand(tSrS);
-        if (softmax.has_weighed() && n_block == work.blocks.begin) release_queries();
+        softmax.finish_weighing();
         hopper::wait_products<0>();
         warpgroup_fence_operand(tOrO);
-        if (is_multiplying) release_values();
-        if (rises && is_multiplying) softmax.rescale(out);  // before the first O is 0
+        if (n_block != first_block) release_values();
         convert_to_words<Element>(tSrS, words);
         if (n_block == work.blocks.begin) break;
 
@@ -305,9 +315,18 @@ struct FwdMainloop {
         multiply_keys(tSrS);
         multiply_values(tSrP, tOrO);
         pass_turn();
-        is_multiplying = true;
         wait_for_scores<1>(tSrS);
+        // Without a mask only the last keys may be cut off, and they come first.
+        if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
+        if (platform::any_in_warp(softmax.may_rise(scores, bounds)) &&
+            softmax.raise(scores, true, false)) {
+          bounds = softmax.bounds();
+          hopper::wait_products<0>();  // O is to be rescaled, and may not wait for the exponentials
+          warpgroup_fence_operand(tOrO);
+          softmax.rescale(out);
+        }
       }
+      release_queries();
       multiply_values(tSrP, tOrO);
       hopper::wait_products<0>();  // O is whole
       warpgroup_fence_operand(tOrO);
@@ -336,19 +355,13 @@ struct FwdMainloop {
     CUTE_DEVICE void multiply_keys(Scores& tSrS) {
       using namespace cute;
       typename Traits::MmaS mma;
-      auto thread_mma = mma.get_slice(hopper::thread_in_warpgroup());
-      // (kConsumerRows, kHeadDim) and (kBlockN, kHeadDim)
-      auto sQ =
-          make_tensor(make_smem_ptr(smem_.q[q_.stage][index_]), typename Traits::SmemLayoutQ{});
-      auto sK = make_tensor(make_smem_ptr(smem_.k[k_.stage]), typename Traits::SmemLayoutK{});
-      auto tSrQ = thread_mma.partition_fragment_A(sQ);  // (1, 1, D / 16), descriptors
-      auto tSrK = thread_mma.partition_fragment_B(sK);  // (1, 1, D / 16), descriptors
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       warpgroup_fence_operand(tSrS);
       hopper::begin_products();
       CUTE_UNROLL
-      for (int k = 0; k < size<2>(tSrQ); ++k) {
-        gemm(mma, tSrQ(_, _, k), tSrK(_, _, k), tSrS);
+      for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
+        gemm(mma, queries_.template descriptor<true>(q_.stage * kConsumers, k),
+             keys_.template descriptor<true>(k_.stage, k), tSrS);
         mma.accumulate_ = GMMA::ScaleOut::One;
       }
       hopper::commit_products();
@@ -359,17 +372,15 @@ struct FwdMainloop {
     CUTE_DEVICE void multiply_values(Weights& tSrP, Out& tOrO) {
       using namespace cute;
       typename Traits::MmaO mma;
-      auto thread_mma = mma.get_slice(hopper::thread_in_warpgroup());
-      // (kHeadDimV, kBlockN)
-      auto sVt = make_tensor(make_smem_ptr(smem_.v[v_.stage]), typename Traits::SmemLayoutVt{});
-      auto tOrVt = thread_mma.partition_fragment_B(sVt);  // (1, 1, N / 16), descriptors
-      auto tOrP = as_a_operand(tSrP);                     // ((2, 2, 2), 1, N / 16)
-      smem_.v_full[v_.stage].wait(v_.parity);             // V has arrived
+      auto tOrP = as_a_operand(tSrP);          // ((2, 2, 2), 1, N / 16)
+      smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
       warpgroup_fence_operand(tOrO);
       warpgroup_fence_operand(tSrP);
       hopper::begin_products();
       CUTE_UNROLL
-      for (int k = 0; k < size<2>(tOrP); ++k) gemm(mma, tOrP(_, _, k), tOrVt(_, _, k), tOrO);
+      for (int k = 0; k < size<2>(tOrP); ++k) {
+        gemm(mma, tOrP(_, _, k), values_.template descriptor<false>(v_.stage, k), tOrO);
+      }
       hopper::commit_products();
     }
 
@@ -395,6 +406,10 @@ struct FwdMainloop {
     const Arguments& arguments_;
     SharedMemory& smem_;
     int index_;
+    // This consumer's tiles of Q, kConsumers apart, and all of K and V.
+    SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0][0]> queries_;
+    SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> keys_;
+    SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> values_;
     Ring k_, v_;
     QRing q_;
   };

@@ -60,6 +60,17 @@ struct FwdTraits {
   using SmemLayoutVt = decltype(cute::tile_to_shape(SmemAtom<kMajorMN>{}, ShapeVt{},
                                                     cute::Step<cute::_2, cute::_1>{}));
 
+  // A tile as products see it, (1, 1, K / 16): descriptors, the same for all threads.
+  static CUTE_DEVICE auto fragment_q(Element* tile) {
+    return MmaS{}.get_slice(0).partition_fragment_A(at(tile, SmemLayoutQ{}));
+  }
+  static CUTE_DEVICE auto fragment_k(Element* tile) {
+    return MmaS{}.get_slice(0).partition_fragment_B(at(tile, SmemLayoutK{}));
+  }
+  static CUTE_DEVICE auto fragment_vt(Element* tile) {
+    return MmaO{}.get_slice(0).partition_fragment_B(at(tile, SmemLayoutVt{}));
+  }
+
   // "full" barriers say that a tile has arrived, "empty" ones that all its readers are done with
   // it.
   struct SharedMemory {
@@ -75,6 +86,12 @@ struct FwdTraits {
     hopper::Barrier v_empty[kStages];
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes());
+
+ private:
+  template <class Layout>
+  static CUTE_DEVICE auto at(Element* tile, Layout layout) {
+    return cute::make_tensor(cute::make_smem_ptr(tile), layout);
+  }
 };
 
 }  // namespace flash_cute::sm90
