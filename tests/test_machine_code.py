@@ -206,8 +206,10 @@ def test_output_is_stored_16_bytes_at_a_time() -> None:
         assert widths == {"128": 2 * rows * head_dim // 32, "": 2}, kernel
         # Those before are stored under the first product of the next tile, which is the last in
         # the text; the wait for it is at the head of the loop.
-        before, after = text.rsplit("HGMMA", 1)
-        assert "STG" not in before and "WARPGROUP.DEPBAR" not in after, kernel
+        under_product = text.rsplit("HGMMA", 1)[1]
+        stores = sum(widths.values()) // 2
+        assert len(re.findall(r"\bSTG\b", under_product)) >= stores, kernel
+        assert "WARPGROUP.DEPBAR" not in under_product, kernel
 
 
 @pytest.mark.parametrize("code", ["sm_90", "sm_90a"])

@@ -225,7 +225,7 @@ class OnlineSoftmax {
     float least = sum_[0];
     CUTE_UNROLL
     for (int r = 1; r < kRows; ++r) least = fminf(least, sum_[r]);
-    platform::keep_order(least < 0.f ? -1 : 0);
+    platform::keep_order(platform::any_in_warp(least < 0.f) ? -1 : 0);
   }
 
   // Divides `out` by the rows' sums. A row without a key has a sum of 0 and gets out = 0.
