@@ -189,12 +189,15 @@ def test_softmax_stands_under_a_product() -> None:
     """All exponentials and additions of a step. ptxas may move a wait for products ahead of them,
     which then no longer run beside it."""
     for kernel, text in texts_of_kernels("sm_90a").items():
-        # From one wait to the next, with no product in between: what stands ahead of the latter.
-        parts = [part.rsplit("HGMMA", 1)[-1] for part in text.split("WARPGROUP.DEPBAR")[:-1]]
-        softmax = next(part for part in parts if "MUFU.EX2" in part)
+        parts = re.split(r"\b(WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|HGMMA)\b", text)
+        ahead = list(zip(parts[1::2], parts[2::2], strict=True))  # and what stands behind it
+        softmax = [(wait, part) for wait, part in ahead if "MUFU.EX2" in part]
+        # Of a tile's first block, which waits for all products; of the others, where one is left.
+        assert [wait[-1] for wait, _ in softmax] == ["0", "1"], kernel
         rows, scores = 2, 64 * config_of(kernel)[2] // 128  # of a thread
-        assert softmax.count("MUFU.EX2") == scores + rows, kernel  # each row may rise
-        assert len(re.findall(r"\bFADD\b", softmax)) >= scores, kernel
+        for _, part in softmax:
+            assert part.count("MUFU.EX2") == scores + rows, kernel  # each row may rise
+            assert len(re.findall(r"\bFADD\b", part)) >= scores, kernel
 
 
 def test_output_is_stored_16_bytes_at_a_time() -> None:

@@ -286,7 +286,7 @@ SM80_FAULTS = [
     Fault(
         "rises of later blocks missed",
         WRONG,
-        [(SOFTMAX, "greatest > std::bit_cast<int>(limit) ||", "")],
+        [(SOFTMAX, "greatest_bits(scores, r) > std::bit_cast<int>(limit) ||", "")],
     ),
     Fault(
         "barrier removed before P of other warps is read",

@@ -66,21 +66,28 @@ def what_catches(emulator: Emulator, head_dim: int) -> str:
 def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
     # Several tiles for each of few blocks, so that the rings go round; the first case in many
     # orders of threads, as what goes wrong may depend on that.
-    for seed, (heads, heads_kv, len_q, len_k, scale) in enumerate(
+    causal = {"is_causal": True}
+    window = {"window_left": 150, "window_right": 0, "diagonal_offset": 200}
+    for seed, (inputs_of, heads, heads_kv, len_q, len_k, scale, mask) in enumerate(
         [
-            (2, 1, 300, 500, None),
-            (3, 3, 200, 70, None),
-            (4, 1, 20, 300, None),
-            (4, 2, 129, 193, None),
-            (1, 1, 50, 500, 3.0),
-            *([(2, 1, 300, 500, None)] * 12),
+            (random_inputs, 2, 1, 300, 500, None, causal),
+            (random_inputs, 3, 3, 200, 70, None, causal),
+            (random_inputs, 4, 1, 20, 300, None, causal),
+            (random_inputs, 4, 2, 129, 193, None, causal),
+            (random_inputs, 1, 1, 50, 500, 3.0, causal),
+            (random_inputs, 1, 1, 300, 500, None, window),
+            (rising_inputs, 1, 1, 70, 300, 4.0, causal),
+            *([(random_inputs, 2, 1, 300, 500, None, causal)] * 12),
         ]
     ):
-        q, k, v = random_inputs(
+        inputs = inputs_of(
             2, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
         )
         try:
-            check(emulator, *map(poisoned, (q, k, v)), True, scale, multiprocessors=2, seed=seed)
+            check(
+                *(emulator, *map(poisoned, inputs)),
+                softmax_scale=scale, multiprocessors=2, seed=seed, **mask,
+            )  # fmt: skip
         except AssertionError as error:  # of the machine, or of the comparison
             return str(error)
     return ""

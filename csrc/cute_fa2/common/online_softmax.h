@@ -101,8 +101,8 @@ class OnlineSoftmax {
     }
   }
 
-  // What scores are compared with and what is subtracted from them. It follows from the references;
-  // who has the registers keeps it until they rise.
+  // What scores are compared with and what is subtracted from them. It follows from the references:
+  // who has the registers keeps it until `raise` returns true.
   struct Bounds {
     int rising_bits[kRows];  // of the least score by which the row may rise; see greatest_bits
     float subtrahend[kRows];
@@ -139,6 +139,7 @@ class OnlineSoftmax {
   }
   template <class Scores>
   CUTE_DEVICE bool may_rise(const Scores& scores, const Bounds& bounds) const {
+    static_assert(decltype(cute::size<0>(scores))::value == kRows);
     bool result = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) result |= greatest_bits(scores, r) >= bounds.rising_bits[r];
@@ -220,7 +221,7 @@ class OnlineSoftmax {
     }
   }
   // Exponentials that stand before it stay before what follows, which ptxas would else move ahead
-  // of some of them. The order depends on every sum; none is below 0, which ptxas does not know.
+  // of some of them: a branch that reads every sum. None is below 0, which ptxas does not know.
   CUTE_DEVICE void finish_weighing() const {
     float least = sum_[0];
     CUTE_UNROLL

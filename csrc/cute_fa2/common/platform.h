@@ -80,9 +80,9 @@ CUTE_DEVICE Integer computed_here(Integer value, int changing) {
   return computed_here(value) + (changing >> 31);
 }
 
-// Products that stand before it stay before those behind: a branch, which ptxas moves none across
-// (tests/test_machine_code.py looks). It is never taken, as `changing` is not negative, which ptxas
-// does not know; in a loop it is to be another in each pass.
+// Products and exponentials that stand before it stay before those behind: a branch, which ptxas
+// moves none across (tests/test_machine_code.py looks). It is never taken, as `changing` is not
+// negative, which ptxas does not know; in a loop it is to be another in each pass.
 CUTE_DEVICE void keep_order(int changing) {
   if (changing < 0) __trap();
 }

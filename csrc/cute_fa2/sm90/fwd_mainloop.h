@@ -296,6 +296,7 @@ struct FwdMainloop {
       apply_mask(first_block);
       softmax.raise(scores, true, true);
       auto bounds = softmax.bounds();
+      int risen = -1;  // the last block in which a reference has risen since
       CUTE_NO_UNROLL
       for (int n_block = first_block;; --n_block) {
         softmax.weigh(scores, bounds);
@@ -307,6 +308,7 @@ struct FwdMainloop {
         hopper::wait_products<0>();
         warpgroup_fence_operand(tOrO);
         if (n_block != first_block) release_values();
+        if (n_block == risen) softmax.rescale(out);
         convert_to_words<Element>(tSrS, words);
         if (n_block == work.blocks.begin) break;
 
@@ -321,9 +323,7 @@ struct FwdMainloop {
         if (platform::any_in_warp(softmax.may_rise(scores, bounds)) &&
             softmax.raise(scores, true, false)) {
           bounds = softmax.bounds();
-          hopper::wait_products<0>();  // O is to be rescaled, and may not wait for the exponentials
-          warpgroup_fence_operand(tOrO);
-          softmax.rescale(out);
+          risen = n_block - 1;
         }
       }
       release_queries();
@@ -406,7 +406,8 @@ struct FwdMainloop {
     const Arguments& arguments_;
     SharedMemory& smem_;
     int index_;
-    // This consumer's tiles of Q, kConsumers apart, and all of K and V.
+    // This consumer's tiles of Q, kConsumers apart, and all of K and V: (1, 1, D / 16) descriptors
+    // of the first two, (1, 1, N / 16) of V's.
     SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0][0]> queries_;
     SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> keys_;
     SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> values_;

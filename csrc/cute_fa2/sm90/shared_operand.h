@@ -22,8 +22,8 @@ class SharedOperand {
     low = platform::same_in_warp(static_cast<int>(low));
   }
 
-  // fragment(_, _, k) of a tile. The sum of 64 bits is one instruction (UIADD3.64), but not where a
-  // product has two operands in shared memory (`kOfTwo`): there ptxas makes four of it.
+  // fragment(_, _, k) of a tile, (1, 1). The sum of 64 bits is one instruction (UIADD3.64), but not
+  // where a product has two operands in shared memory (`kOfTwo`): there ptxas makes four of it.
   template <bool kOfTwo>
   CUTE_DEVICE auto descriptor(int tile, int k) const {
     constexpr typename Fragment::layout_type layout;
