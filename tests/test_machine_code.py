@@ -192,6 +192,9 @@ def test_softmax_stands_under_a_product() -> None:
         parts = re.split(r"\b(WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|HGMMA)\b", text)
         ahead = list(zip(parts[1::2], parts[2::2], strict=True))  # and what stands behind it
         softmax = [(wait, part) for wait, part in ahead if "MUFU.EX2" in part]
+        # For the first scores of a tile; at the head of the loop over its blocks; for the scores of
+        # the next block; for all of O. Not where a reference rises: warps would wait alone.
+        assert [wait[-1] for wait in parts[1::2] if wait != "HGMMA"] == ["0", "0", "1", "0"], kernel
         # Of a tile's first block, which waits for all products; of the others, where one is left.
         assert [wait[-1] for wait, _ in softmax] == ["0", "1"], kernel
         rows, scores = 2, 64 * config_of(kernel)[2] // 128  # of a thread

@@ -244,7 +244,7 @@ SM90_FAULTS = [
     ),
     of_sm90(
         "some warps of a warpgroup wait for a product",
-        "as often as its warpgroup",
+        "as its warpgroup's other warps have",
         SM90_MAINLOOP,
         "risen = n_block - 1;",
         "risen = n_block - 1;\n          hopper::wait_products<0>();",

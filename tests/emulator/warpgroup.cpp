@@ -170,14 +170,14 @@ void Warpgroups::multiply(Thread& thread, const AsyncProduct& product, const voi
         fail(threads[i], code, "issues another product than the other lanes of its warp");
       }
     }
-    // All warps of a warpgroup issue the same, and have waited as often: so PTX wants it of
-    // wgmma.wait_group.
+    // All warps of a warpgroup issue the same, and the same wgmma.commit_group and wait_group
+    // before it, as PTX wants it.
     auto& operands = all.operands_[warp_index(*threads) / 4];
-    const Shared shared{first.a, first.b, warp.waits};
+    const Shared shared{first.a, first.b, warp.group, warp.waits};
     if (warp.issued == static_cast<int64_t>(operands.size())) operands.push_back(shared);
     const Shared& theirs = operands[warp.issued++];
-    if (theirs.waits != shared.waits) {
-      fail(*threads, code, "has not waited for products as often as its warpgroup's other warps");
+    if (theirs.group != shared.group || theirs.waits != shared.waits) {
+      fail(*threads, code, "has not waited for products as its warpgroup's other warps have");
     }
     if (theirs != shared) {
       fail(*threads, code, "issues another product than the other warps of its warpgroup");
@@ -196,7 +196,7 @@ void Warpgroups::wait(Thread& thread, int groups_in_flight, const void* code) {
   auto complete = [](Cta& cta, Thread* threads, void* const(&lanes)[32]) {
     const auto& [groups, code] = *static_cast<Lane*>(lanes[0]);
     Warp& warp = cta.warpgroups.warp_of(*threads);
-    ++warp.waits;
+    warp.waits = 31 * warp.waits + groups + 1;
     const int index = warp_index(*threads);
     const Epoch now = threads->clocks.epoch(threads->index);
     auto is_done = [&](const Product& p) { return p.group < warp.group - groups; };

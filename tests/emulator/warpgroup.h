@@ -42,12 +42,13 @@ class Warpgroups {
     int64_t group = 0;              // which the next ones join
     bool begun = false;             // the next may be issued
     int64_t issued = 0;
-    int64_t waits = 0;
-    int registers = 0;  // of each thread
+    uint64_t waits = 0;  // a digest of those so far
+    int registers = 0;   // of each thread
   };
   struct Shared {  // what the warps of a warpgroup have in common where they issue a product
     uint64_t a, b;
-    int64_t waits;  // for products, before it
+    int64_t group;
+    uint64_t waits;
     bool operator==(const Shared&) const = default;
   };
   // Runs f on each chunk of B, then of the warp's rows of A, in shared memory: at its offset.
