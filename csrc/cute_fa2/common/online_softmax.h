@@ -123,7 +123,7 @@ class OnlineSoftmax {
   // by those of its scores that this thread has; it may be asked before a mask, which only lowers
   // scores. `raise` updates the references, and returns false where none rose, the same for all who
   // vote together. Where it returns true, `rescale` multiplies `out`, the weighted sum of V so far,
-  // before anything is added to it; while `out` is 0 that may be left out. `weigh` replaces the
+  // before this block's is added to it; while `out` is 0 that may be left out. `weigh` replaces the
   // scores by their weights; they have to be those that `raise` has had, which may have subtracted
   // the maximum. `scores` and `out` are matrices of (kRows, columns), or of consecutive rows,
   // the first of which is kFirstRow; the statistics of the others stay as they are.
@@ -137,6 +137,7 @@ class OnlineSoftmax {
     }
     return result;
   }
+  // The same, of all rows, by bounds that were kept.
   template <class Scores>
   CUTE_DEVICE bool may_rise(const Scores& scores, const Bounds& bounds) const {
     static_assert(decltype(cute::size<0>(scores))::value == kRows);
@@ -220,6 +221,7 @@ class OnlineSoftmax {
       }
     }
   }
+
   // Exponentials that stand before it stay before what follows, which ptxas would else move ahead
   // of some of them: a branch that reads every sum. None is below 0, which ptxas does not know.
   CUTE_DEVICE void finish_weighing() const {

@@ -296,7 +296,7 @@ struct FwdMainloop {
       apply_mask(first_block);
       softmax.raise(scores, true, true);
       auto bounds = softmax.bounds();
-      int risen = -1;  // the last block in which a reference has risen since
+      int risen = -1;  // the last block after the first in which a reference has risen
       CUTE_NO_UNROLL
       for (int n_block = first_block;; --n_block) {
         softmax.weigh(scores, bounds);
