@@ -84,6 +84,13 @@ constexpr int select_fwd_sm80(int head_dim, int smem_limit) {
   return -1;
 }
 
+// What consumers do one after the other, in turns.
+enum class Turns {
+  kNone,
+  kProducts,  // issue the products of a step, so that one's softmax meets another's products
+  kSoftmax,   // the exponentials of a step, which then have the unit for themselves
+};
+
 // One tile of the Hopper forward: `consumers` warpgroups of 128 threads hold kConsumerRows query
 // rows each; a producer warpgroup beside them loads.
 struct FwdSm90Config {
@@ -92,8 +99,7 @@ struct FwdSm90Config {
   int block_n;    // keys of a tile
   int stages;     // key blocks in shared memory
   int q_stages;  // query tiles in shared memory: with 2, the next one comes before this one is done
-  bool in_turns;  // consumers issue their products in turns, so that one's softmax meets another's
-                  // products
+  Turns turns;
 
   static constexpr int kConsumerRows = 64;  // of a consumer: what a product of a warpgroup has
 
@@ -121,13 +127,13 @@ struct FwdSm90Row {
 };
 
 inline constexpr FwdSm90Row kFwdSm90[] = {
-    // head_dim, consumers, block_n, stages, q_stages, in_turns, full, banded
-    {{32, 3, 128, 3, 2, true}, true, true},   // not timed
-    {{64, 3, 128, 3, 2, true}, true, true},   // not timed
-    {{96, 2, 128, 2, 2, true}, true, true},   // not timed
-    {{128, 2, 128, 2, 2, true}, true, true},  // not timed
-    {{192, 2, 96, 2, 1, true}, true, true},   // not timed
-    {{256, 2, 64, 2, 1, true}, true, true},   // not timed
+    // head_dim, consumers, block_n, stages, q_stages, turns, full, banded
+    {{32, 3, 128, 3, 2, Turns::kProducts}, true, true},   // not timed
+    {{64, 3, 128, 3, 2, Turns::kProducts}, true, true},   // not timed
+    {{96, 2, 128, 2, 2, Turns::kProducts}, true, true},   // not timed
+    {{128, 2, 128, 2, 2, Turns::kProducts}, true, true},  // not timed
+    {{192, 2, 96, 2, 1, Turns::kProducts}, true, true},   // not timed
+    {{256, 2, 64, 2, 1, Turns::kProducts}, true, true},   // not timed
 };
 
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1.

@@ -39,7 +39,7 @@ struct FwdMainloop {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
-  static constexpr bool kInTurns = Traits::kConfig.in_turns;
+  static constexpr Turns kTurns = Traits::kConfig.turns;
   static constexpr int kWarps = hopper::kWarpgroup / 32;
   static constexpr int kNoTile = -1;  // in place of a tile's index, after the last
 
@@ -170,7 +170,7 @@ struct FwdMainloop {
           keys_(Traits::fragment_k(smem.k[0])),
           values_(Traits::fragment_vt(smem.v[0])) {
       // The first consumer has the first turn, as if the last one had passed it on.
-      if (kInTurns && index == kConsumers - 1) pass_turn();
+      if (index == kConsumers - 1) pass_turn<kTurns>();
     }
 
     // Works off the tiles that the producer loads. `finish_tile(index, softmax, tOrO)` takes the
@@ -239,8 +239,8 @@ struct FwdMainloop {
     CUTE_DEVICE void skip_blocks(int blocks) {
       CUTE_NO_UNROLL
       for (int i = 0; i < blocks; ++i) {
-        wait_turn();
-        pass_turn();
+        wait_turn<kTurns>();
+        pass_turn<kTurns>();
         hand_back(smem_.k_full[k_.stage], smem_.k_empty[k_.stage], k_);
         hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);
       }
@@ -261,9 +261,9 @@ struct FwdMainloop {
     CUTE_DEVICE void multiply_first_keys(const Work& work, Scores& tSrS) {
       skip_blocks(work.skipped);
       smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-      wait_turn();
+      wait_turn<Turns::kProducts>();
       multiply_keys(tSrS);
-      pass_turn();
+      pass_turn<Turns::kProducts>();
     }
 
     // From the first scores of a tile to its last product.
@@ -299,12 +299,14 @@ struct FwdMainloop {
       int risen = -1;  // the last block after the first in which a reference has risen
       CUTE_NO_UNROLL
       for (int n_block = first_block;; --n_block) {
+        wait_turn<Turns::kSoftmax>();
         softmax.weigh(scores, bounds);
         // All of this runs under the product of the block before with V, if it stands before the
         // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
         // of a branch that needs the results.
         warpgroup_fence_operand(tSrS);
         softmax.finish_weighing();
+        pass_turn<Turns::kSoftmax>();
         hopper::wait_products<0>();
         warpgroup_fence_operand(tOrO);
         if (n_block != first_block) release_values();
@@ -313,10 +315,10 @@ struct FwdMainloop {
         if (n_block == work.blocks.begin) break;
 
         smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-        wait_turn();
+        wait_turn<Turns::kProducts>();
         multiply_keys(tSrS);
         multiply_values(tSrP, tOrO);
-        pass_turn();
+        pass_turn<Turns::kProducts>();
         wait_for_scores<1>(tSrS);
         // Without a mask only the last keys may be cut off, and they come first.
         if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
@@ -394,12 +396,18 @@ struct FwdMainloop {
       q_.advance();
     }
 
-    // Orders the issue of products alone: no data are handed over.
+    // At what consumers do in turns, if it is this. Orders their work alone: no data are handed over.
+    template <Turns kAt>
     CUTE_DEVICE void wait_turn() const {
-      if constexpr (kInTurns) hopper::wait_at(kFirstTurnBarrier + index_);
+      if constexpr (kAt == kTurns && kAt != Turns::kNone) {
+        hopper::wait_at(kFirstTurnBarrier + index_);
+      }
     }
+    template <Turns kAt>
     CUTE_DEVICE void pass_turn() const {
-      if constexpr (kInTurns) hopper::arrive_at(kFirstTurnBarrier + (index_ + 1) % kConsumers);
+      if constexpr (kAt == kTurns && kAt != Turns::kNone) {
+        hopper::arrive_at(kFirstTurnBarrier + (index_ + 1) % kConsumers);
+      }
     }
     static constexpr int kFirstTurnBarrier = 1;  // barrier 0 is that of __syncthreads
 
