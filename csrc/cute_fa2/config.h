@@ -112,8 +112,21 @@ struct FwdSm90Config {
   constexpr int consumer_registers() const {
     return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
   }
-  // Q, K and V tiles of 2-byte elements, and 1 KB for barriers and the indices of tiles.
+  // Tiles are cut into strips of so many columns: 128 or 64 bytes.
+  constexpr int strip() const { return head_dim % 64 == 0 ? 64 : 32; }
+  // Strips of O in shared memory on their way out: as many as there is room for.
+  constexpr int out_strips() const {
+    const int room = kSmemLimit - without_out_bytes();
+    return std::min(head_dim / strip(), room / (block_m() * strip() * 2));
+  }
   constexpr int smem_bytes() const {
+    return without_out_bytes() + out_strips() * block_m() * strip() * 2;
+  }
+
+ private:
+  static constexpr int kSmemLimit = 227 * 1024;  // what a GPU of compute capability 9.0 lends
+  // Q, K and V tiles of 2-byte elements, and 1 KB for barriers and what consumers are told.
+  constexpr int without_out_bytes() const {
     return (block_m() * q_stages + 2 * stages * block_n) * head_dim * 2 + 1024;
   }
 };

@@ -54,6 +54,7 @@ class QueryRows {
   CUTE_HOST_DEVICE int rows_of_query() const { return 1 << log2_; }  // at least as many
   CUTE_DEVICE int kv_head(int tile_head) const { return heads_per_kv_head_.div(tile_head); }
   CUTE_HOST_DEVICE int query(int row) const { return row >> log2_; }
+  CUTE_DEVICE int in_group(int row) const { return row & ((1 << log2_) - 1); }
   CUTE_DEVICE int head(int tile_head, int row) const { return tile_head * group_ + in_group(row); }
   // Whether the row stands for anything.
   CUTE_DEVICE bool exists(int row, int len_q) const {
@@ -87,8 +88,6 @@ class QueryRows {
   }
 
  private:
-  CUTE_DEVICE int in_group(int row) const { return row & ((1 << log2_) - 1); }
-
   int log2_;
   int group_;
   int heads_;

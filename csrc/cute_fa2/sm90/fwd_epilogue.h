@@ -1,4 +1,5 @@
-// What a finished tile leaves in global memory: O and the log-sum-exp, straight from registers.
+// What a finished tile leaves in global memory: O, which the copy engine takes from shared memory, a
+// strip of a warp's rows at a time, and the log-sum-exp.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,57 +15,69 @@ namespace flash_cute::sm90 {
 template <class Traits>
 struct FwdEpilogue {
   using ElementOut = typename Traits::ElementOut;
+  using SharedMemory = typename Traits::SharedMemory;
+  static constexpr int kStrip = Traits::kStrip;
+  static constexpr int kOutStrips = Traits::kOutStrips;
 
+  // Of a consumer's rows, which begin with `row0`.
   // tOrO  ((2, 2, kHeadDimV / 8), 1, 1), normalised
-  // row0  the consumer's first row
   template <class Out, class Softmax>
-  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int row0, int len_q,
-                              const Out& tOrO, const Softmax& softmax) {
+  static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, TileCoord tile,
+                              int consumer, int row0, int len_q, const Out& tOrO,
+                              const Softmax& softmax) {
     using namespace cute;
     const FwdParams& params = arguments.params;
-    const int thread = hopper::thread_in_warpgroup();
-    const int lane_in_quad = thread % 4;
-    const int first_row = row0 + thread / 32 * 16 + thread % 32 / 4;
+    const QueryRows& query_rows = arguments.query_rows;
+    const int warp = hopper::warp_in_warpgroup();
+    const int lane = hopper::thread_in_warpgroup() % 32;
+    row0 += warp * Traits::kWarpRows;
+
+    const int lane_in_quad = lane % 4;
     if (lane_in_quad < Softmax::kRows) {  // each of two lanes has one of the rows
-      const int row = first_row + 8 * lane_in_quad;
-      if (arguments.query_rows.exists(row, len_q)) {
-        *arguments.query_rows.find<float>(params.lse, tile, row) = softmax.lse(lane_in_quad);
+      const int row = row0 + lane / 4 + 8 * lane_in_quad;
+      if (query_rows.exists(row, len_q)) {
+        *query_rows.find<float>(params.lse, tile, row) = softmax.lse(lane_in_quad);
       }
     }
-    auto words = make_tensor<uint32_t>(  // two columns each: (2, kHeadDimV / 8)
+
+    auto words = make_tensor<uint32_t>(  // two columns each: (2 rows, kHeadDimV / 8)
         Int<decltype(size(tOrO))::value / 2>{});
     convert_to_words<ElementOut>(tOrO, words);
+    // Of 16 columns, the chunk of 8 that this lane names, as the first of the strip lies.
+    const int first = typename Traits::SmemLayoutOut{}(lane % 16, lane / 16 * 8);
     CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
-      const int row = first_row + 8 * r;
-      const bool exists = arguments.query_rows.exists(row, len_q);
-      auto* out = arguments.query_rows.find<ElementOut>(params.out, tile, row);
-      // A lane holds two columns of every eight. Four lanes trade, for each of them to have eight
-      // columns that lie together: 16 bytes.
+    for (int strip = 0; strip < Traits::kHeadDimV / kStrip; ++strip) {
+      ElementOut* staged = smem.out[consumer][warp][strip % kOutStrips];
+      if (strip == 0) {
+        wait_until_read<0>();  // the tile before
+      } else if (strip >= kOutStrips) {
+        wait_until_read<kOutStrips - 1>();  // the strip that was here
+      }
       CUTE_UNROLL
-      for (int column = 0; column < Traits::kHeadDimV; column += 32) {
-        uint32_t chunk[4];
+      for (int column = 0; column < kStrip; column += 16) {
+        uint32_t block[4];  // (2 rows, 2 x 8 columns)
         CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) chunk[i] = words(2 * (column / 8 + i) + r);
-        transpose_in_quad(chunk, lane_in_quad);
-        const int first = column + 8 * lane_in_quad;
-        if (exists && first < params.head_dim) hopper::store_words(out + first, chunk);
+        for (int i = 0; i < 4; ++i) block[i] = words((strip * kStrip + column) / 4 + i);
+        hopper::store_matrices(staged + (first ^ column), block);
+      }
+      hopper::show_to_copies();
+      hopper::sync_warp();
+      if (lane == 0) {
+        hopper::store_box(arguments.out, staged, strip * kStrip, query_rows.in_group(row0),
+                          query_rows.query(row0), tile.head, tile.batch);
+        hopper::commit_boxes();
       }
     }
   }
 
+  // Shared memory has to be there until it has been read.
+  static CUTE_DEVICE void finish() { wait_until_read<0>(); }
+
  private:
-  // Word i of lane j becomes word j of lane i.
-  static CUTE_DEVICE void transpose_in_quad(uint32_t (&words)[4], int lane) {
-    exchange(words[0], words[1], lane & 1, 1);
-    exchange(words[2], words[3], lane & 1, 1);
-    exchange(words[0], words[2], lane & 2, 2);
-    exchange(words[1], words[3], lane & 2, 2);
-  }
-  // The lower lane's `b` for the upper lane's `a`.
-  static CUTE_DEVICE void exchange(uint32_t& a, uint32_t& b, bool is_upper, int lane_mask) {
-    const uint32_t other = platform::shuffle_xor(is_upper ? a : b, lane_mask);
-    (is_upper ? a : b) = other;
+  template <int kStripsReading>
+  static CUTE_DEVICE void wait_until_read() {
+    if (hopper::is_first_lane()) hopper::wait_boxes<kStripsReading>();
+    hopper::sync_warp();
   }
 };
 

@@ -26,6 +26,7 @@ struct FwdKernel {
       hopper::prefetch_map(arguments.q);
       hopper::prefetch_map(arguments.k);
       hopper::prefetch_map(arguments.v);
+      hopper::prefetch_map(arguments.out);
       Mainloop::init_barriers(smem);
       hopper::publish_barriers();
     }
@@ -40,15 +41,15 @@ struct FwdKernel {
       }
     } else {
       hopper::take_registers<Traits::kConfig.consumer_registers()>();
-      typename Mainloop::Consumer consumer(arguments, smem, warpgroup - 1);
-      consumer.run([&](int index, auto& softmax, auto& tOrO) {
-        using namespace cute;
-        const TileCoord tile = arguments.schedule.tile(platform::computed_here(index));
-        const int row0 = tile.m_block * Traits::kBlockM + (warpgroup - 1) * Traits::kConsumerRows;
+      const int index = warpgroup - 1;
+      typename Mainloop::Consumer consumer(arguments, smem, index);
+      consumer.run([&](TileCoord tile, int row0, auto& softmax, auto& tOrO) {
         auto out = as_matrix(tOrO);  // (rows, columns)
         softmax.normalize(out);
-        Epilogue::run(arguments, tile, row0, Sequence(arguments.params).len_q, tOrO, softmax);
+        Epilogue::run(arguments, smem, tile, index, row0, Sequence(arguments.params).len_q, tOrO,
+                      softmax);
       });
+      Epilogue::finish();
     }
   }
 };

@@ -41,7 +41,7 @@ struct FwdMainloop {
   static constexpr int kConsumers = Traits::kConsumers;
   static constexpr Turns kTurns = Traits::kConfig.turns;
   static constexpr int kWarps = hopper::kWarpgroup / 32;
-  static constexpr int kNoTile = -1;  // in place of a tile's index, after the last
+  static constexpr TileCoord kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
 
   using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
   using Ring = RingPosition<Traits::kStages>;
@@ -99,7 +99,7 @@ struct FwdMainloop {
       load_keys(tile, blocks.end - 1);
       CUTE_UNROLL
       for (int i = 0; i < kConsumers; ++i) {
-        announce(i, index);
+        announce(i, tile);
         smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);
         load_rows<Traits::kConsumerRows>(
             arguments_.q, params.q, smem_.q[q_.stage][i], smem_.q_full[q_.stage][i],
@@ -112,9 +112,9 @@ struct FwdMainloop {
       }
     }
 
-    CUTE_DEVICE void announce(int consumer, int index) {
+    CUTE_DEVICE void announce(int consumer, TileCoord tile) {
       smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);  // it is done with the stage
-      smem_.tile[q_.stage][consumer] = index;
+      smem_.tile[q_.stage][consumer] = tile;
     }
 
     CUTE_DEVICE void load_keys(TileCoord tile, int n_block) {
@@ -173,9 +173,9 @@ struct FwdMainloop {
       if (index == kConsumers - 1) pass_turn<kTurns>();
     }
 
-    // Works off the tiles that the producer loads. `finish_tile(index, softmax, tOrO)` takes the
-    // result of a tile of the schedule: the weighted sum of V, ((2, 2, kHeadDimV / 8), 1, 1), and
-    // its statistics.
+    // Works off the tiles that the producer loads. `finish_tile(tile, row0, softmax, tOrO)` takes
+    // what has become of this consumer's rows of a tile, which begin with `row0`: the weighted sum
+    // of V, ((2, 2, kHeadDimV / 8), 1, 1), and its statistics.
     template <class FinishTile>
     CUTE_DEVICE void run(FinishTile&& finish_tile) {
       using namespace cute;
@@ -189,13 +189,13 @@ struct FwdMainloop {
       while (true) {
         wait_for_scores<0>(tSrS);
         attend(work, tSrS, softmax, tOrO);
-        const int done = work.index;
-        if (!next(work)) return finish_tile(done, softmax, tOrO);
+        const Work done = work;
+        if (!next(work)) return finish_tile(done.tile, done.row0, softmax, tOrO);
         // A tile is ended under the first product of the next. Not all lanes store; from there on
         // ptxas would take the lanes of a warp to be apart, and no longer use uniform registers, if
         // the last line did not say that they are together.
         multiply_first_keys(work, tSrS);
-        finish_tile(done, softmax, tOrO);
+        finish_tile(done.tile, done.row0, softmax, tOrO);
         hopper::sync_warp();
       }
     }
@@ -203,7 +203,7 @@ struct FwdMainloop {
    private:
     // This consumer's part of a tile.
     struct Work {
-      int index;          // of the tile in the schedule
+      TileCoord tile;
       int row0;           // its first row
       BlockRange blocks;  // of keys
       int skipped;        // the tile's blocks behind these, of which these rows see none
@@ -213,13 +213,12 @@ struct FwdMainloop {
     CUTE_DEVICE bool next(Work& work) {
       while (true) {
         smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
-        work.index = smem_.tile[q_.stage][index_];
-        if (work.index == kNoTile) return false;
-        const TileCoord tile = arguments_.schedule.tile(work.index);
+        work.tile = smem_.tile[q_.stage][index_];
+        if (work.tile.m_block == kNoTile.m_block) return false;
         const Sequence sequence(arguments_.params);
         const Mask<kMask> mask(arguments_.params, sequence, arguments_.query_rows);
-        work.row0 = tile.m_block * kBlockM + index_ * Traits::kConsumerRows;
-        work.blocks = blocks_of(arguments_, tile);
+        work.row0 = work.tile.m_block * kBlockM + index_ * Traits::kConsumerRows;
+        work.blocks = blocks_of(arguments_, work.tile);
         const int rows_left = arguments_.query_rows.count(sequence.len_q) - work.row0;
         if (rows_left > 0) {
           const int row_end = work.row0 + cute::min(+Traits::kConsumerRows, rows_left);

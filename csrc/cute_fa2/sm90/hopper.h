@@ -10,6 +10,7 @@
 #include <cuda.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm90.hpp>
@@ -24,6 +25,9 @@ constexpr int kWarpgroup = 128;  // threads
 CUTE_DEVICE int warpgroup_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
 }
+CUTE_DEVICE int warp_in_warpgroup() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 % 4, 0);
+}
 CUTE_DEVICE int thread_in_warpgroup() { return threadIdx.x % kWarpgroup; }
 // Of the whole block: the first thread; of a warp: its first lane.
 CUTE_DEVICE bool is_first_thread() { return threadIdx.x == 0; }
@@ -32,9 +36,12 @@ CUTE_DEVICE bool is_first_lane() { return threadIdx.x % 32 == 0; }
 // The lanes of a warp wait for each other.
 CUTE_DEVICE void sync_warp() { __syncwarp(); }
 
-// 16 bytes to global memory in one instruction; nvcc may tear a plain store of a uint4 apart.
-CUTE_DEVICE void store_words(void* target, const uint32_t (&words)[4]) {
-  __stwb(static_cast<uint4*>(target), uint4{words[0], words[1], words[2], words[3]});
+// stmatrix: four 8 x 8 matrices of 2-byte elements to shared memory. Of each, a lane has two
+// neighbouring elements of row lane / 4; `row` is where 16 bytes go: row lane % 8 of matrix
+// lane / 8.
+CUTE_DEVICE void store_matrices(void* row, const uint32_t (&words)[4]) {
+  cute::SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3],
+                                *static_cast<cute::uint128_t*>(row));
 }
 
 // A barrier in shared memory. Its phase is over, and the next begins, when `arrivals` threads have
@@ -77,6 +84,23 @@ CUTE_DEVICE void load_box(const CUtensorMap& map, void* target, Barrier& arrival
   cute::SM90_TMA_LOAD_5D::copy(&map, arrival.state(),
                                static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                target, column, in_group, row, head, batch);
+}
+
+// A box of a tensor from shared memory, in one thread's name; of what lies outside of the tensor
+// nothing is written. It reads what threads have shown to the copy engine before a barrier. Boxes
+// since the last commit form a group, and `wait_boxes<N>` returns when at most the thread's N newest
+// groups have shared memory still to read.
+CUTE_DEVICE void show_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+CUTE_DEVICE void store_box(const CUtensorMap& map, const void* source, int column, int in_group,
+                           int row, int head, int batch) {
+  cute::SM90_TMA_STORE_5D::copy(&map, source, column, in_group, row, head, batch);
+}
+CUTE_DEVICE void commit_boxes() { cute::tma_store_arrive(); }
+template <int kGroupsReading>
+CUTE_DEVICE void wait_boxes() {
+  cute::tma_store_wait<kGroupsReading>();
 }
 CUTE_DEVICE void prefetch_map(const CUtensorMap& map) { cute::prefetch_tma_descriptor(&map); }
 

@@ -1,6 +1,7 @@
 // From parameters to a running SM90 kernel. Included by the generated instantiation files alone.
 #pragma once
 
+#include <algorithm>
 #include <iterator>
 
 #include "common/grid.h"
@@ -26,12 +27,17 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
     return make_tensor_map(view, dtype, params.batch, params.heads_kv(), 1, params.len_k,
                            params.head_dim, 1, Traits::kBlockN, Traits::kStrip);
   };
+  auto map_queries = [&](const auto& view, int box_rows) {
+    const int heads_of_box = std::min(query_rows.rows_of_query(), box_rows);
+    return make_tensor_map(view, dtype, params.batch, params.heads_q, query_rows.group(),
+                           params.len_q, params.head_dim, heads_of_box, box_rows / heads_of_box,
+                           Traits::kStrip);
+  };
   const Arguments arguments = {
-      make_tensor_map(params.q, dtype, params.batch, params.heads_q, query_rows.group(),
-                      params.len_q, params.head_dim, query_rows.rows_of_query(),
-                      Traits::kConsumerRows / query_rows.rows_of_query(), Traits::kStrip),
+      map_queries(params.q, Traits::kConsumerRows),
       map_keys(params.k),
       map_keys(params.v),
+      map_queries(params.out, Traits::kWarpRows),
       params,
       query_rows,
       Schedule::make(params, query_rows, mask, Traits::kBlockM, multiprocessors_of(device),

@@ -50,9 +50,10 @@ struct TensorMapRefused : std::exception {
 // groups (1), the heads are the fourth. An expanded dimension counts once. Of a dimension that has
 // one step the stride means nothing: it is that of the one before, because the driver's
 // documentation wants strides that are multiples of those before, as they are for dense tensors.
-inline CUtensorMap make_tensor_map(const TensorView<const void*>& view, DType dtype, int batch,
-                                   int heads, int group, int rows, int head_dim, int box_group,
-                                   int box_rows, int strip) {
+template <class Pointer>
+CUtensorMap make_tensor_map(const TensorView<Pointer>& view, DType dtype, int batch, int heads,
+                            int group, int rows, int head_dim, int box_group, int box_rows,
+                            int strip) {
   struct Dimension {
     int64_t stride;
     int size;

@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/element.h"
+#include "common/tile.h"
 #include "config.h"
 #include "params.h"
 #include "sm90/hopper.h"
@@ -48,7 +49,7 @@ struct FwdTraits {
 
   // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, one TMA
   // box each, whose 16-byte chunks are permuted among 8 neighbouring rows.
-  static constexpr int kStrip = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kStrip = kConfig.strip();
   template <cute::SM90::GMMA::Major kMajor>
   using SmemAtom =
       std::conditional_t<kStrip == 64, cute::SM90::GMMA::Layout_SW128_Atom<Element, kMajor>,
@@ -59,6 +60,15 @@ struct FwdTraits {
   // keys first, then the next strip.
   using SmemLayoutVt = decltype(cute::tile_to_shape(SmemAtom<kMajorMN>{}, ShapeVt{},
                                                     cute::Step<cute::_2, cute::_1>{}));
+
+  // O leaves by strips of a warp's rows. Offsets of elements, from the strip's first on. (CuTe's
+  // layout with pointers' swizzle is for pointers alone.)
+  static constexpr int kOutStrips = kConfig.out_strips();
+  static constexpr int kWarpRows = kConsumerRows / 4;
+  using SmemLayoutOut =
+      decltype(cute::as_position_independent_swizzle_layout(cute::tile_to_shape(
+          SmemAtom<kMajorK>{}, cute::Shape<cute::Int<kWarpRows>, cute::Int<kStrip>>{})));
+  static_assert(kOutStrips >= 1);
 
   // A tile as products see it, (1, 1, K / 16): descriptors, the same for all threads.
   static CUTE_DEVICE auto fragment_q(Element* tile) {
@@ -77,7 +87,8 @@ struct FwdTraits {
     alignas(1024) Element q[kQStages][kConsumers][kConsumerRows * kHeadDim];
     alignas(1024) Element k[kStages][kBlockN * kHeadDim];
     alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
-    int tile[kQStages][kConsumers];  // of the schedule, whose rows are in q
+    alignas(1024) ElementOut out[kConsumers][4][kOutStrips][kWarpRows * kStrip];
+    alignas(16) TileCoord tile[kQStages][kConsumers];  // whose rows are in q
     hopper::Barrier q_full[kQStages][kConsumers];
     hopper::Barrier q_empty[kQStages][kConsumers];
     hopper::Barrier k_full[kStages];
