@@ -60,7 +60,7 @@ def kernels_of(row: dict[str, Any], meta: dict[str, Any]) -> str:
     if row["provider"] != "flash_cute" or meta["device"] != "cuda" or meta.get("smem_limit"):
         return str(row["provider"])
     on_hopper = meta["capability"].startswith("9.")
-    is_sm90 = on_hopper and meta["flash_cute"].get("sm90_is_default", False)
+    is_sm90 = on_hopper and "sm_90a" in meta["flash_cute"]["archs"]
     return str(meta.get("arch") or ("sm90" if is_sm90 else "sm80"))
 
 

@@ -64,7 +64,12 @@ def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: P
     folder.mkdir(parents=True, exist_ok=True)
     source, target = folder / f"{name}.cu", folder / f"{name}.so"
     members = re.sub("[a-z]+$", lambda turns: f"Turns::k{turns[0].title()}", tile)
-    macros = {"ARCH": arch[2:], "TILE": members if arch == "sm90" else tile, "DTYPE": CPP_DTYPES[dtype], "BLOCKS": blocks_per_sm}
+    macros = {
+        "ARCH": arch[2:],
+        "TILE": members if arch == "sm90" else tile,
+        "DTYPE": CPP_DTYPES[dtype],
+        "BLOCKS": blocks_per_sm,
+    }
     lines = [f"#define FLASH_CUTE_{macro} {value}" for macro, value in macros.items()]
     source.write_text("\n".join([*lines, f'#include "{ROOT}/bench/tile.cu"\n']))
     command = [str(Path(cuda.root, "bin/nvcc")), "-std=c++20", "-O3", "-DNDEBUG", "-shared"]

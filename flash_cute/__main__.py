@@ -74,7 +74,7 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
         ("shared memory", f"{smem / 1024:.0f} KB for a thread block"),
     ]
     tiles = ops.tiles_for(smem)
-    if props.major == 9 and build["sm90_is_default"]:
+    if props.major == 9:
         # These come before those of sm80, which are left the calls that they cannot read.
         tiles = [tile for tile in build["tiles"] if tile["arch"] == "sm90"] + tiles
     for tile in tiles:

@@ -35,7 +35,7 @@ def forward(
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
-            Ampere on; the default) or "sm90" (on Hopper; no GPU has run them yet).
+            Ampere on) or "sm90" (on Hopper alone, where they are the default).
 
     Returns:
         out: q's shape and dtype, with the strides of `torch.empty_like(q)`: dense, its dimensions

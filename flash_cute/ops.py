@@ -83,7 +83,6 @@ class BuildInfo(TypedDict):
     archs: list[str]
     head_dims: list[int]
     tiles: list[Tile]
-    sm90_is_default: bool  #: whether Hopper takes the sm90 kernels where a call names none
 
 
 def build_info() -> BuildInfo:

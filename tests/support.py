@@ -86,8 +86,7 @@ def gpu_has_sm90() -> bool:
 
 def gpu_archs() -> tuple[str, str]:
     """The architecture whose kernels the current GPU gets by default, and the other one."""
-    sm90_first = gpu_has_sm90() and ops.build_info()["sm90_is_default"]
-    return ("sm90", "sm80") if sm90_first else ("sm80", "sm90")
+    return ("sm90", "sm80") if gpu_has_sm90() else ("sm80", "sm90")
 
 
 def random_inputs(

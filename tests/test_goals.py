@@ -135,17 +135,17 @@ def test_ratios_among_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    "arch, capability, is_default, kernels",
+    "arch, capability, codes, kernels",
     [
-        ("sm90", "9.0", False, "sm90"),
-        ("sm80", "9.0", True, "sm80"),
-        (None, "9.0", False, "sm80"),
-        (None, "9.0", True, "sm90"),
-        (None, "8.0", True, "sm80"),
+        ("sm90", "9.0", ["sm_90a"], "sm90"),
+        ("sm80", "9.0", ["sm_90", "sm_90a"], "sm80"),
+        (None, "9.0", ["sm_90"], "sm80"),
+        (None, "9.0", ["sm_90", "sm_90a"], "sm90"),
+        (None, "8.0", ["sm_80", "sm_90a"], "sm80"),
     ],
 )
-def test_which_kernels_ran(arch, capability, is_default, kernels) -> None:
-    build = {"sm90_is_default": is_default}
+def test_which_kernels_ran(arch, capability, codes, kernels) -> None:
+    build = {"archs": codes}
     meta = {"device": "cuda", "capability": capability, "arch": arch, "flash_cute": build}
     assert goals.kernels_of({"provider": "flash_cute"}, meta) == kernels
     assert goals.kernels_of({"provider": "sm80"}, meta) == "sm80"

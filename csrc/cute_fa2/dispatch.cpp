@@ -16,13 +16,6 @@
 namespace flash_cute {
 namespace {
 
-// Whether Hopper takes the kernels of sm90/ where a call names none. They run on the CPU alone so
-// far (tests/emulator, tests/ptx): no GPU has run them.
-#ifndef FLASH_CUTE_SM90_IS_DEFAULT
-#define FLASH_CUTE_SM90_IS_DEFAULT false
-#endif
-constexpr bool kSm90IsDefault = FLASH_CUTE_SM90_IS_DEFAULT;
-
 void append(std::string& items, const std::string& item) {
   items += items.empty() ? item : ", " + item;
 }
@@ -83,7 +76,9 @@ std::string why_not_sm90(const FwdParams& params, MaskKind mask, const Choices& 
   }
   if (choices.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (choices.splits > 1) return "the kernels of sm80 alone split the keys";
-  if (select_fwd_sm90(built_for(params.head_dim), mask) < 0) return "there is no tile for it";
+  if (select_fwd_sm90(built_for(params.head_dim), mask, params.len_q) < 0) {
+    return "there is no tile for it";
+  }
   return why_sm90_cannot_read(params);
 }
 
@@ -127,7 +122,7 @@ void launch_sm90(const FwdParams& params, DType dtype, MaskKind mask, int device
                  cudaStream_t stream) {
   with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
     if constexpr (kSm90IsBuilt) {
-      const int row = select_fwd_sm90(head_dim, mask);
+      const int row = select_fwd_sm90(head_dim, mask, params.len_q);
       launch_fwd_sm90<dtype(), head_dim(), mask()>(params, row, device, stream);
     }
   });
@@ -214,7 +209,7 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choic
     const auto [row, splits] = choose_sm80();
     return splits.count > 1 && 2 * tiles_of(params, kFwdSm80[row]) <= multiprocessors_of(device);
   };
-  if (arch == 90 || (arch == 0 && kSm90IsDefault)) {
+  if (arch != 80) {
     std::string why_not = why_not_sm90(params, mask, choices, device);
     try {
       if (why_not.empty() && (arch == 90 || !leaves_gpu_idle())) {
@@ -249,8 +244,7 @@ std::string build_info() {
   }
   return "{\"cuda_runtime\": " + std::to_string(CUDART_VERSION) +
          ", \"archs\": " + in_brackets(archs) + ", \"head_dims\": " + in_brackets(head_dims) +
-         ", \"tiles\": " + in_brackets(tiles) +
-         ", \"sm90_is_default\": " + (kSm90IsDefault && kSm90IsBuilt ? "true" : "false") + "}";
+         ", \"tiles\": " + in_brackets(tiles) + "}";
 }
 
 std::string tiles_for(int64_t smem_limit) {

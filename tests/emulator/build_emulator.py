@@ -123,6 +123,11 @@ def why_not() -> str | None:
     return None
 
 
+def has_kernels(source: Path) -> bool:
+    """Of the files here."""
+    return source.stem.startswith("small_kernels")
+
+
 def write_ninja(libraries: Iterable[Library]) -> str:
     compiler, cuda = find_compiler(), find_cuda()
     targets = {"cutlass": find_cutlass(), "cuda": cuda and cuda.root, "boost": find_package(BOOST)}
@@ -170,8 +175,8 @@ def write_ninja(libraries: Iterable[Library]) -> str:
         return target
 
     machine = []
-    for source in sorted(HERE.glob("*.cpp"), key=lambda file: file.stem == "small_kernels"):
-        rule = "kernel" if source.stem == "small_kernels" else "cxx"
+    for source in sorted(HERE.glob("*.cpp"), key=has_kernels):
+        rule = "kernel" if has_kernels(source) else "cxx"
         file = f"{MACHINE}/{source.name}"
         machine.append(compile_to(f"{BUILD}/machine", file, rule, "-O2 -g", SOURCES))
     for library in libraries:
@@ -186,8 +191,7 @@ def write_ninja(libraries: Iterable[Library]) -> str:
         for file in others:
             sources = library.sources if file.startswith(library.sources) else SOURCES
             includes = sources, f"{library.dispatch}/variants"
-            # So that calls which name no architecture show how one is picked.
-            flags = "-O2 -g1 -DFLASH_CUTE_SM90_IS_DEFAULT=true"
+            flags = "-O2 -g1"
             rule = "kernel" if file.endswith(".cu") else "cxx"
             folder = library.folder if library.combines else library.dispatch
             objects.append(compile_to(folder, file, rule, flags, *includes))

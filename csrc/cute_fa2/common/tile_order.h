@@ -58,12 +58,11 @@ class TileOrder {
     return order;
   }
 
-  // How many heads of K and V stay in L2, of which they get two thirds; at least one.
-  static int kv_heads_in_l2(const FwdParams& params, int l2_bytes) {
+  // How many heads of K and V have so many bytes of L2; at least one.
+  static int kv_heads_within(int64_t bytes, const FwdParams& params) {
     const int kv_heads = params.heads_kv() * params.batch;
     const int64_t head_bytes = std::max<int64_t>(1, int64_t{4} * params.len_k * params.head_dim);
-    return static_cast<int>(
-        std::clamp<int64_t>(int64_t{l2_bytes} * 2 / 3 / head_bytes, 1, kv_heads));
+    return static_cast<int>(std::clamp<int64_t>(bytes / head_bytes, 1, kv_heads));
   }
 
   CUTE_HOST_DEVICE int tiles() const { return tiles_; }

@@ -10,9 +10,9 @@
 namespace flash_cute::sm90 {
 
 struct Arguments {
-  CUtensorMap q;  // boxes of (queries of a consumer, heads of a group, a strip of the head dim)
-  CUtensorMap k;  // boxes of (kBlockN, a strip)
-  CUtensorMap v;  // as k
+  CUtensorMap q;    // boxes of (queries of a consumer, heads of a group, a strip of the head dim)
+  CUtensorMap k;    // boxes of (kBlockN, a strip)
+  CUtensorMap v;    // as k
   CUtensorMap out;  // boxes of (queries of a warp, heads of a group, a strip)
   FwdParams params;
   QueryRows query_rows;

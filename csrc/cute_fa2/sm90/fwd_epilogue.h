@@ -1,5 +1,5 @@
-// What a finished tile leaves in global memory: O, which the copy engine takes from shared memory, a
-// strip of a warp's rows at a time, and the log-sum-exp.
+// What a finished tile leaves in global memory: O, which the copy engine takes from shared memory,
+// a strip of a warp's rows at a time, and the log-sum-exp.
 #pragma once
 
 #include <cute/tensor.hpp>

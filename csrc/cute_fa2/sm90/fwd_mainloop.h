@@ -395,7 +395,8 @@ struct FwdMainloop {
       q_.advance();
     }
 
-    // At what consumers do in turns, if it is this. Orders their work alone: no data are handed over.
+    // At what consumers do in turns, if it is this. Orders their work alone: no data are handed
+    // over.
     template <Turns kAt>
     CUTE_DEVICE void wait_turn() const {
       if constexpr (kAt == kTurns && kAt != Turns::kNone) {

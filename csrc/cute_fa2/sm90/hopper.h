@@ -88,11 +88,9 @@ CUTE_DEVICE void load_box(const CUtensorMap& map, void* target, Barrier& arrival
 
 // A box of a tensor from shared memory, in one thread's name; of what lies outside of the tensor
 // nothing is written. It reads what threads have shown to the copy engine before a barrier. Boxes
-// since the last commit form a group, and `wait_boxes<N>` returns when at most the thread's N newest
-// groups have shared memory still to read.
-CUTE_DEVICE void show_to_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+// since the last commit form a group, and `wait_boxes<N>` returns when at most the thread's N
+// newest groups have shared memory still to read.
+CUTE_DEVICE void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 CUTE_DEVICE void store_box(const CUtensorMap& map, const void* source, int column, int in_group,
                            int row, int head, int batch) {
   cute::SM90_TMA_STORE_5D::copy(&map, source, column, in_group, row, head, batch);

@@ -31,7 +31,11 @@ class Schedule {
     // heads each, but for the first.
     const bool equal = mask == MaskKind::kFull && worth == block_m;
     const int kv_heads = params.heads_kv() * params.batch;
-    const int sections = (kv_heads - 1) / TileOrder::kv_heads_in_l2(params, l2_bytes) + 1;
+    // Of short sequences K and V are read from memory about as fast as they are used: smaller
+    // sections keep reads and work mixed.
+    const int thirds_of_l2 = params.len_k < 1024 ? 1 : 2;
+    const int most = TileOrder::kv_heads_within(l2_bytes / 3 * thirds_of_l2, params);
+    const int sections = (kv_heads - 1) / most + 1;
     const int section = equal ? 1 : (kv_heads - 1) / sections + 1;
 
     Schedule s;

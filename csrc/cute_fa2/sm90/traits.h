@@ -41,7 +41,7 @@ struct FwdTraits {
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
   using MmaS = decltype(cute::make_tiled_mma(hopper::MmaFromShared<Element, kBlockN>{}));
   using MmaO = decltype(cute::make_tiled_mma(hopper::MmaFromRegisters<Element, kHeadDimV>{}));
-  static_assert(kConsumers == 2 || kConsumers == 3);  // more or fewer: other numbers of registers
+  static_assert(kConsumers >= 2 && kConsumers <= 4);
   static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0);
   // One instruction for all columns. CuTe has the powers of 2, 96 and 192; the other multiples of 8
   // are in a header that doubles the compile time (CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED).
@@ -65,9 +65,8 @@ struct FwdTraits {
   // layout with pointers' swizzle is for pointers alone.)
   static constexpr int kOutStrips = kConfig.out_strips();
   static constexpr int kWarpRows = kConsumerRows / 4;
-  using SmemLayoutOut =
-      decltype(cute::as_position_independent_swizzle_layout(cute::tile_to_shape(
-          SmemAtom<kMajorK>{}, cute::Shape<cute::Int<kWarpRows>, cute::Int<kStrip>>{})));
+  using SmemLayoutOut = decltype(cute::as_position_independent_swizzle_layout(cute::tile_to_shape(
+      SmemAtom<kMajorK>{}, cute::Shape<cute::Int<kWarpRows>, cute::Int<kStrip>>{})));
   static_assert(kOutStrips >= 1);
 
   // A tile as products see it, (1, 1, K / 16): descriptors, the same for all threads.
