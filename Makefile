@@ -55,7 +55,7 @@ sanitize: build
 	@for tool in memcheck racecheck synccheck initcheck; do \
 	  echo "== compute-sanitizer $$tool"; \
 	  $(WHERE) PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-	    compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) tests/sanitize.py; \
+	    compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) tests/sanitize.py $$tool; \
 	done
 
 bench: build

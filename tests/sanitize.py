@@ -1,10 +1,11 @@
 """Small calls of every kernel for NVIDIA's compute-sanitizer: `make sanitize` runs it under each of
-its tools. Inputs come from the host, so that initcheck knows them as written.
+its tools, and says which. Inputs come from the host, so that initcheck knows them as written.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 
@@ -27,6 +28,8 @@ SHAPES = [
 
 def main() -> None:
     torch.manual_seed(0)
+    # initcheck does not see what Hopper's copy engine stores: to it, `out` of sm90 is never written.
+    knows_out = sys.argv[1:] != ["initcheck"]
     build = ops.build_info()
     has_sm90 = torch.cuda.get_device_capability()[0] == 9 and "sm_90a" in build["archs"]
     for head_dim, (heads, heads_kv, len_q, len_k, is_causal) in itertools.product(
@@ -50,14 +53,18 @@ def main() -> None:
                 assert_close(
                     flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm90"),
                     flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm80"),
+                    compares_out=knows_out,
                 )
     print("all calls done")
 
 
 def assert_close(
-    results: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
+    results: tuple[torch.Tensor, torch.Tensor],
+    expected: tuple[torch.Tensor, torch.Tensor],
+    compares_out: bool = True,
 ) -> None:
-    torch.testing.assert_close(results[0], expected[0], rtol=2e-2, atol=2e-2)
+    if compares_out:
+        torch.testing.assert_close(results[0], expected[0], rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(results[1], expected[1], rtol=0, atol=1e-5)
 
 

@@ -25,7 +25,13 @@ def result(suite: str, arch: str | None, speeds: dict[str, float], **changes: fl
     for row in rows:
         if row["provider"] in ("flash_cute", "sm80") and row["name"] in changes:
             row["tflops"] = 100 * changes[row["name"]]
-    meta = {"device": "cuda", "capability": "9.0", "gpu": "H200", "arch": arch, "flash_cute": {}}
+    meta = {
+        "device": "cuda",
+        "capability": "9.0",
+        "gpu": "H200",
+        "arch": arch,
+        "flash_cute": {"archs": []},
+    }
     return {"meta": meta, "rows": rows}
 
 

@@ -22,10 +22,11 @@ ARCHS = {
 }
 DTYPES = 2
 MASKS = {"any": 2, "full": 1, "banded": 1}
-# ldmatrix, cp.async and the tensor cores; TMA, wgmma, and registers that change their owners.
+# ldmatrix, cp.async and the tensor cores; TMA, wgmma, stmatrix, and registers that change their
+# owners.
 INSTRUCTIONS = {
     "sm80": {"LDSM", "LDGSTS", "HMMA"},
-    "sm90": {"UTMALDG", "HGMMA", "USETMAXREG"},
+    "sm90": {"UTMALDG", "UTMASTG", "HGMMA", "STSM", "USETMAXREG"},
 }
 
 
@@ -203,19 +204,23 @@ def test_softmax_stands_under_a_product() -> None:
             assert len(re.findall(r"\bFADD\b", part)) >= scores, kernel
 
 
-def test_output_is_stored_16_bytes_at_a_time() -> None:
-    """By the SM90 kernels from registers: nvcc tore some of these stores apart."""
+def test_output_leaves_by_the_copy_engine() -> None:
+    """Each strip of a warp's rows of O goes to shared memory as matrices, is shown to the copy
+    engine, and stored by it; threads store the log-sum-exp alone."""
+    fence = "FENCE.VIEW.ASYNC"
+    steps = re.compile(rf"\b(HGMMA|WARPGROUP\.DEPBAR|STG|STSM\.16\.M88\.4|{fence}|UTMASTG)\b")
     for kernel, text in texts_of_kernels("sm_90a").items():
-        rows, head_dim = 2, config_of(kernel)[0]  # of a thread
-        widths = Counter(re.findall(r"\bSTG\.E(?:\.(\d+))?", text))
-        # And the log-sum-exp; all of it twice, for the last tile and for those before.
-        assert widths == {"128": 2 * rows * head_dim // 32, "": 2}, kernel
+        head_dim = config_of(kernel)[0]
+        columns = 64 if head_dim % 64 == 0 else 32  # of a strip, by 16
+        strip = [*["STSM.16.M88.4"] * (columns // 16), fence, "UTMASTG"]
+        stores = ["STG", *strip * (head_dim // columns)]
+        found = steps.findall(text)
+        # Behind the fence of the barriers, for a thread block's last tile and for those before.
+        without_products = [step for step in found if step in (fence, *stores)]
+        assert without_products == [fence, *stores, *stores], kernel
         # Those before are stored under the first product of the next tile, which is the last in
         # the text; the wait for it is at the head of the loop.
-        under_product = text.rsplit("HGMMA", 1)[1]
-        stores = sum(widths.values()) // 2
-        assert len(re.findall(r"\bSTG\b", under_product)) >= stores, kernel
-        assert "WARPGROUP.DEPBAR" not in under_product, kernel
+        assert found[-len(stores) - 1 :] == ["HGMMA", *stores], kernel
 
 
 @pytest.mark.parametrize("code", ["sm_90", "sm_90a"])

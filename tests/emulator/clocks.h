@@ -28,13 +28,23 @@ class Epoch {
 };
 
 // For each thread of the block, the last of its clocks that the owner has heard of through
-// barriers.
+// barriers, and the last up to which, as it has heard, what the thread wrote is shown to the copy
+// engine.
 class Clocks {
  public:
-  void reset(int threads) { heard_.assign(threads, 0); }
+  void reset(int threads) {
+    heard_.assign(threads, 0);
+    shown_.assign(threads, 0);
+  }
   void advance(int owner) { ++heard_[owner]; }
   void join(const Clocks& other) {
     for (size_t i = 0; i < heard_.size(); ++i) heard_[i] = std::max(heard_[i], other.heard_[i]);
+    for (size_t i = 0; i < shown_.size(); ++i) shown_[i] = std::max(shown_[i], other.shown_[i]);
+  }
+  // All that the owner has written so far; what it writes from now on belongs to another clock.
+  void show(int owner) {
+    shown_[owner] = heard_[owner];
+    advance(owner);
   }
   void hear(Epoch epoch) {
     heard_[epoch.thread()] = std::max(heard_[epoch.thread()], epoch.clock());
@@ -42,9 +52,11 @@ class Clocks {
   Epoch epoch(int owner) const { return {owner, heard_[owner]}; }
   // Whether what happened at `epoch` happened before all that the owner does from now on.
   bool ordered(Epoch epoch) const { return heard_[epoch.thread()] >= epoch.clock(); }
+  // Whether the copy engine sees what a thread wrote at `epoch`, if the owner asks it to.
+  bool shown(Epoch epoch) const { return shown_[epoch.thread()] >= epoch.clock(); }
 
  private:
-  std::vector<uint32_t> heard_;
+  std::vector<uint32_t> heard_, shown_;
 };
 
 }  // namespace flash_cute::emulator

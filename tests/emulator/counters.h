@@ -19,6 +19,7 @@ struct Counters {
   BankCount copy_async;      // cp.async's writes
   BankCount load;            // other reads of shared memory
   BankCount store;           // other writes
+  BankCount store_matrix;    // stmatrix
   int64_t global_reads_16;   // of 16 bytes, by one thread
   int64_t global_reads;      // of fewer
   int64_t global_writes_16;  // likewise
@@ -26,6 +27,7 @@ struct Counters {
   int64_t block_barriers;  // once for all threads
   int64_t mma;             // m16n8k16, once a warp
   int64_t box_bytes;       // from global memory by the copy engine
+  int64_t box_bytes_out;   // to it, likewise
   int64_t products;        // wgmma, once a warp
 
   void add(const Counters& other) {

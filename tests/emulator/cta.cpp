@@ -54,6 +54,7 @@ std::string Cta::run(int block) {
     thread.clocks.advance(i);
     thread.copy_group = 0;
     thread.copies.clear();
+    thread.box_group = 0;
   }
   resume(*next());
   conflicts.finish();
@@ -73,9 +74,10 @@ void Cta::enter(transfer_t from) {
   Cta& cta = *thread.cta;
   cta.launch_.kernel(cta.launch_.params, cta.shared.data());
   cta.warpgroups.check_done(thread);
+  cta.tensor_copies.check_stored(thread);
   thread.done = true;
   cta.warps_[thread.index / 32].runnable &= ~(1u << thread.index % 32);
-  if (--cta.alive_ == 0) cta.tensor_copies.check_done(cta);
+  if (--cta.alive_ == 0) cta.tensor_copies.check_loaded(cta);
   cta.switch_from(thread);
 }
 
@@ -108,10 +110,10 @@ Thread* Cta::next() {
   constexpr uint32_t kChances[] = {0x20000000u, 0x01000000u, 0u};  // of 2^32
   const uint32_t chance = kChances[launch_.seed % std::size(kChances)];
   while (true) {
-    if (tensor_copies.under_way() && random() < chance) tensor_copies.land(*this, random());
+    if (tensor_copies.under_way() && random() < chance) tensor_copies.happen(*this, random());
     if (Thread* thread = pick()) return thread;
     if (!tensor_copies.under_way()) return nullptr;
-    tensor_copies.land(*this, random());
+    tensor_copies.happen(*this, random());
   }
 }
 

@@ -57,6 +57,7 @@ struct Thread {
   bool any_voted;             // for, at the last barrier at which it voted
   int64_t copy_group;         // the one that its copies join until the next commit
   std::deque<PendingCopy> copies;
+  int64_t box_group;  // the same of the boxes that it stores
 };
 
 // Ends the block with a sentence that begins with the thread. Never returns; set a breakpoint here.

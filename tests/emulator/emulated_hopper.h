@@ -23,15 +23,17 @@ constexpr int kWarpgroup = 128;
 EMULATED int warpgroup_index() {
   return static_cast<int>(emulator::shuffle(emulator::thread_index() / kWarpgroup, 0));
 }
+EMULATED int warp_in_warpgroup() {
+  return static_cast<int>(emulator::shuffle(emulator::thread_index() / 32 % 4, 0));
+}
 EMULATED int thread_in_warpgroup() { return emulator::thread_index() % kWarpgroup; }
 EMULATED bool is_first_thread() { return emulator::thread_index() == 0; }
 EMULATED bool is_first_lane() { return emulator::thread_index() % 32 == 0; }
 
-EMULATED void sync_warp() { emulator::ballot(true); }
+EMULATED void sync_warp() { emulator::sync_warp(); }
 
-// Not memcpy, which the machine would not see.
-EMULATED void store_words(void* target, const uint32_t (&words)[4]) {
-  for (int i = 0; i < 4; ++i) static_cast<uint32_t*>(target)[i] = words[i];
+EMULATED void store_matrices(void* row, const uint32_t (&words)[4]) {
+  emulator::store_matrix(row, words);
 }
 
 class Barrier {
@@ -51,6 +53,17 @@ EMULATED void publish_barriers() { emulator::publish_barriers(); }
 EMULATED void load_box(const CUtensorMap& map, void* target, Barrier& arrival, int column,
                        int in_group, int row, int head, int batch) {
   emulator::load_box(&map, target, arrival.state(), {column, in_group, row, head, batch});
+}
+
+EMULATED void show_to_copies() { emulator::show_to_copies(); }
+EMULATED void store_box(const CUtensorMap& map, const void* source, int column, int in_group,
+                        int row, int head, int batch) {
+  emulator::store_box(&map, source, {column, in_group, row, head, batch});
+}
+EMULATED void commit_boxes() { emulator::commit_boxes(); }
+template <int kGroupsReading>
+EMULATED void wait_boxes() {
+  emulator::wait_boxes(kGroupsReading);
 }
 EMULATED void prefetch_map(const CUtensorMap& map) { emulator::prefetch_map(&map); }
 

@@ -32,11 +32,15 @@ class BankCount(ctypes.Structure):
         return f"{self.wavefronts} + {self.conflicts}"
 
 
+#: To shared memory.
+ACCESSES = ("load_matrix", "copy_async", "load", "store", "store_matrix")
+
+
 class Counters(ctypes.Structure):
     """As in counters.h."""
 
     _fields_ = [
-        *((name, BankCount) for name in ("load_matrix", "copy_async", "load", "store")),
+        *((name, BankCount) for name in ACCESSES),
         ("global_reads_16", ctypes.c_int64),
         ("global_reads", ctypes.c_int64),
         ("global_writes_16", ctypes.c_int64),
@@ -44,6 +48,7 @@ class Counters(ctypes.Structure):
         ("block_barriers", ctypes.c_int64),
         ("mma", ctypes.c_int64),
         ("box_bytes", ctypes.c_int64),
+        ("box_bytes_out", ctypes.c_int64),
         ("products", ctypes.c_int64),
     ]
 
@@ -152,11 +157,21 @@ class Emulator:
         counters = self._call(self._library.emulate_forward, ctypes.byref(call))
         return out[..., : q.shape[3]], lse, counters
 
-    def tile(self, head_dim: int) -> dict[str, Any]:
-        """The row of the tile table that serves heads of that many elements."""
+    def tiles(self) -> list[dict[str, Any]]:
+        """The rows of the tile table."""
         tiles = json.loads(self._library.describe_build())["tiles"]
-        mine = [tile for tile in tiles if tile["arch"] == f"sm{self.arch}"]
-        return next(tile for tile in mine if tile["head_dim"] >= head_dim)
+        return [tile for tile in tiles if tile["arch"] == f"sm{self.arch}"]
+
+    def tile(self, head_dim: int, len_q: int = 2**30, *, is_banded: bool = False) -> dict[str, Any]:
+        """The row that serves heads of that many elements; of sm90 that for so many queries and
+        such a mask, of sm80 the best."""
+        bucket = min(size for row in self.tiles() if (size := row["head_dim"]) >= head_dim)
+        rows = [row for row in self.tiles() if row["head_dim"] == bucket]
+        if self.arch == 90:
+            masks = "any", "banded" if is_banded else "full"
+            block_m = self._library.block_m_of_sm90(bucket, is_banded, len_q)
+            rows = [row for row in rows if row["block_m"] == block_m and row["mask"] in masks]
+        return rows[0]
 
     def deal(
         self,

@@ -27,6 +27,7 @@ SM90_EPILOGUE = "sm90/fwd_epilogue.h"
 SM90_TRAITS = "sm90/traits.h"
 SM90_OPERAND = "sm90/shared_operand.h"
 SM90_MAP = "sm90/tensor_map.h"
+SM90_LAUNCH = "sm90/launch.h"
 
 # What catches a fault, as regular expressions.
 RACE = "with no barrier in between"
@@ -36,6 +37,9 @@ BOUNDS = "in no row of any tensor"
 WRONG = "out error"  # or the LSE's
 CONFLICTS = "bank conflicts"
 IN_USE = "which a product of warp .* (still reads|has read)"
+OUT_IN_USE = "which a box of warp .* (still reads|has read)"
+NO_FENCE = "with no fence.proxy.async ahead"
+WRITTEN = "has been written already"
 STUCK = "every thread waits"
 
 
@@ -85,3 +89,15 @@ class Fault:
         if edited:
             raise LookupError(f"{self.name!r} cannot be planted: there is no {edited}")
         return self.library
+
+
+def of_sm90(
+    name: str,
+    caught_by: str,
+    file: str,
+    old: str,
+    new: str,
+    *more: tuple[str, str, str],
+    head_dim: int = 64,
+) -> Fault:
+    return Fault(f"sm90 {name}", caught_by, [(file, old, new), *more], head_dim, 90)

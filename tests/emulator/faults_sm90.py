@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from faults import (
-    BOUNDS,
     IN_USE,
     MASK,
     RACE,
-    SM90_EPILOGUE,
     SM90_KERNEL,
     SM90_MAINLOOP,
     SM90_MAP,
@@ -19,20 +17,20 @@ from faults import (
     UNWRITTEN,
     WRONG,
     Fault,
+    of_sm90,
 )
 
 
-def of_sm90(
-    name: str,
-    caught_by: str,
-    file: str,
-    old: str,
-    new: str,
-    *more: tuple[str, str, str],
-    head_dim: int = 64,
-) -> Fault:
-    return Fault(f"sm90 {name}", caught_by, [(file, old, new), *more], head_dim, 90)
+def with_turns(kind: str) -> tuple[str, str, str]:
+    """At what consumers take turns, whatever the tile table says."""
+    return SM90_MAINLOOP, "kTurns = Traits::kConfig.turns;", f"kTurns = Turns::{kind};"
 
+
+#: No faults, and nothing is to be caught: what the tile table may have as well.
+SM90_VARIANTS = [
+    Fault(f"sm90 turns {kind}", "^$", [with_turns(kind)], arch=90)
+    for kind in ("kNone", "kProducts", "kSoftmax")
+]
 
 SM90_FAULTS = [
     of_sm90(
@@ -147,11 +145,20 @@ SM90_FAULTS = [
         "GMMA::ScaleOut::One",
     ),
     of_sm90(
-        "turn not passed",
+        "turn at the products not passed",
         STUCK,
         SM90_MAINLOOP,
-        "multiply_values(tSrP, tOrO);\n        pass_turn();",
+        "multiply_values(tSrP, tOrO);\n        pass_turn<Turns::kProducts>();",
         "multiply_values(tSrP, tOrO);",
+        with_turns("kProducts"),
+    ),
+    of_sm90(
+        "turn at the softmax not passed",
+        STUCK,
+        SM90_MAINLOOP,
+        "pass_turn<Turns::kSoftmax>();",
+        "",
+        with_turns("kSoftmax"),
     ),
     of_sm90(
         "V of a skipped block kept",
@@ -180,18 +187,18 @@ SM90_FAULTS = [
         RACE,
         SM90_MAINLOOP,
         "smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);",
-        "smem_.tile[q_.stage][consumer] = index;\n"
+        "smem_.tile[q_.stage][consumer] = tile;\n"
         "      smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);",
     ),
     of_sm90(
         "tile told after Q may have arrived",
         f"{RACE}|{UNWRITTEN}",
         SM90_MAINLOOP,
-        "        announce(i, index);\n"
+        "        announce(i, tile);\n"
         "        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);",
         "        smem_.q_empty[q_.stage][i].wait(q_.parity ^ 1);\n"
         "        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);\n"
-        "        announce(i, index);",
+        "        announce(i, tile);",
     ),
     of_sm90(
         "consumers not told of the end",
@@ -204,8 +211,17 @@ SM90_FAULTS = [
         "turn of a skipped block not passed",
         STUCK,
         SM90_MAINLOOP,
-        "wait_turn();\n        pass_turn();",
-        "wait_turn();",
+        "wait_turn<kTurns>();\n        pass_turn<kTurns>();",
+        "wait_turn<kTurns>();",
+        with_turns("kProducts"),
+    ),
+    of_sm90(
+        "turns that are passed and not waited for",
+        "comes to barrier . again before the others have|every thread waits",
+        SM90_MAINLOOP,
+        "wait_turn<Turns::kSoftmax>();",
+        "",
+        with_turns("kSoftmax"),
     ),
     of_sm90(
         "Q of a consumer without rows kept",
@@ -307,7 +323,7 @@ SM90_FAULTS = [
     ),
     of_sm90(
         "layout with another swizzle",
-        WRONG,
+        f"{WRONG}|{RACE}",
         SM90_TRAITS,
         "std::conditional_t<kStrip == 64,",
         "std::conditional_t<kStrip != 64,",
@@ -321,22 +337,8 @@ SM90_FAULTS = [
         head_dim=128,
     ),
     of_sm90(
-        "lanes of a quad swapped",
-        WRONG,
-        SM90_EPILOGUE,
-        "exchange(words[1], words[3], lane & 2, 2);",
-        "exchange(words[3], words[1], lane & 2, 2);",
-    ),
-    of_sm90(
-        "rows past the last written",
-        BOUNDS,
-        SM90_EPILOGUE,
-        "const bool exists = arguments.query_rows.exists(row, len_q)",
-        "const bool exists = arguments.query_rows.exists(row, len_q + 1)",
-    ),
-    of_sm90(
         "batches taken for heads",
-        f"{WRONG}|{BOUNDS}",
+        f"{WRONG}|nobody has written",
         SM90_MAP,
         "{view.stride_head * group, heads / group, 1},\n"
         "                                   {view.stride_batch, batch, 1}",

@@ -84,6 +84,12 @@ __attribute__((visibility("default"))) const char* describe_build() {
   return description.c_str();
 }
 
+// Of sm90, how many rows the tiles have of a call with `len_q` queries.
+__attribute__((visibility("default"))) int block_m_of_sm90(int head_dim, int is_banded, int len_q) {
+  const MaskKind mask = is_banded ? MaskKind::kBanded : MaskKind::kFull;
+  return kFwdSm90[select_fwd_sm90(head_dim, mask, len_q)].config.block_m();
+}
+
 // The sizes of a call, with no tensors.
 static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int len_k, int head_dim) {
   FwdParams params{};

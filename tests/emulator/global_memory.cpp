@@ -81,8 +81,8 @@ std::string GlobalMemory::check_read(const void* address, int bytes, int alignme
   return "";
 }
 
-std::string GlobalMemory::write(const void* address, int bytes) {
-  if (!aligned(address, bytes)) return kMisaligned;
+std::string GlobalMemory::write(const void* address, int bytes, int alignment) {
+  if (!aligned(address, alignment)) return kMisaligned;
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
   if (row->use == Use::kInput) return "of the input " + name(*row);

@@ -33,7 +33,8 @@ class GlobalMemory {
     return check_read(address, bytes, bytes);
   }
   std::string check_read(const void* address, int bytes, int alignment) const;
-  std::string write(const void* address, int bytes);
+  std::string write(const void* address, int bytes) { return write(address, bytes, bytes); }
+  std::string write(const void* address, int bytes, int alignment);
 
   // What of the outputs and workspaces nobody has written; nothing if all is there.
   std::string unwritten() const;

@@ -1,6 +1,8 @@
 // The functions of machine_hopper.h.
 #include "machine_hopper.h"
 
+#include <cstring>
+
 #include "cta.h"
 
 namespace flash_cute::emulator {
@@ -23,8 +25,43 @@ void arrive_named(int id, int threads) {
   running->cta->barrier(*running, id, threads, CALLER, false);
 }
 
+void store_matrix(void* row, const uint32_t (&words)[4]) {
+  struct Operands {
+    void* row;
+    const uint32_t* words;
+    const void* code;
+  } mine{row, words, CALLER};
+  auto complete = [](Cta& cta, Thread* threads, void* const(&lanes)[32]) {
+    std::array<uint32_t, 32> offsets;
+    for (int i = 0; i < 32; ++i) {
+      const auto& lane = *static_cast<Operands*>(lanes[i]);
+      if (!cta.shared.contains(lane.row)) {
+        fail(threads[i], lane.code, "gives stmatrix the row %p, which is not in shared memory",
+             lane.row);
+      }
+      cta.shared.write(threads[i], lane.row, 16, lane.code);
+      offsets[i] = cta.shared.offset_of(lane.row);
+      // Row i % 8 of matrix i / 8: each of four lanes has 2 elements.
+      for (int j = 0; j < 4; ++j) {
+        const auto& holder = *static_cast<Operands*>(lanes[i % 8 * 4 + j]);
+        std::memcpy(static_cast<char*>(lane.row) + 4 * j, &holder.words[i / 8], 4);
+      }
+    }
+    BankConflicts::add(offsets, ~0u, 16, cta.counters.store_matrix);
+  };
+  running->cta->with_warp(*running, "stmatrix", &mine, complete, CALLER);
+}
+
 void load_box(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates) {
-  running->cta->tensor_copies.begin(*running, map, target, barrier, coordinates, CALLER);
+  running->cta->tensor_copies.load(*running, map, target, barrier, coordinates, CALLER);
+}
+void store_box(const void* map, const void* source, std::array<int, 5> coordinates) {
+  running->cta->tensor_copies.store(*running, map, source, coordinates, CALLER);
+}
+void show_to_copies() { running->clocks.show(running->index); }
+void commit_boxes() { ++running->box_group; }
+void wait_boxes(int groups_in_flight) {
+  running->cta->tensor_copies.wait(*running, groups_in_flight);
 }
 void prefetch_map(const void*) {}
 

@@ -18,8 +18,16 @@ void wait_at_barrier(const void* barrier, uint32_t parity);
 // bar.arrive: at the named barrier, without waiting.
 void arrive_named(int id, int threads);
 
-// TMA: a tensor map as `encode_tensor_map` (tensor_map.h) left it, to shared memory.
+// stmatrix.x4: `row` is the address of one of the 32 rows of 16 bytes.
+void store_matrix(void* row, const uint32_t (&words)[4]);
+
+// TMA, by a tensor map as `encode_tensor_map` (tensor_copy.h) left it: to shared memory, and from
+// there.
 void load_box(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates);
+void store_box(const void* map, const void* source, std::array<int, 5> coordinates);
+void show_to_copies();                  // fence.proxy.async
+void commit_boxes();                    // cp.async.bulk.commit_group
+void wait_boxes(int groups_in_flight);  // cp.async.bulk.wait_group.read
 void prefetch_map(const void* map);
 
 // setmaxnreg, of a warp's threads.

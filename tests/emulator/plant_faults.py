@@ -20,9 +20,10 @@ from cases import check
 from emulator import EmulationError, Emulator
 from faults_sm80 import SM80_FAULTS
 from faults_sm90 import SM90_FAULTS
+from faults_sm90_epilogue import SM90_EPILOGUE_FAULTS
 from support import poisoned, random_inputs, rising_inputs
 
-FAULTS = [*SM80_FAULTS, *SM90_FAULTS]
+FAULTS = [*SM80_FAULTS, *SM90_FAULTS, *SM90_EPILOGUE_FAULTS]
 
 
 def what_catches(emulator: Emulator, head_dim: int) -> str:
@@ -73,6 +74,7 @@ def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
             (random_inputs, 2, 1, 300, 500, None, causal),
             (random_inputs, 3, 3, 200, 70, None, causal),
             (random_inputs, 4, 1, 20, 300, None, causal),
+            (random_inputs, 40, 1, 3, 70, None, causal),
             (random_inputs, 4, 2, 129, 193, None, causal),
             (random_inputs, 1, 1, 50, 500, 3.0, causal),
             (random_inputs, 1, 1, 300, 500, None, window),

@@ -98,54 +98,62 @@ void SharedMemory::check_exclusive(const Thread& thread, const char* verb, const
     for (Epoch read : reads.by_warp) {
       if (!read || thread.clocks.ordered(read)) continue;
       const bool in_flight = read == Epoch::never_ending(read.thread());
-      fail(thread, code, "%s %d bytes at shared + %u, which a product of warp %d %s %s%s", verb,
-           bytes, offset, read.thread() / 32, in_flight ? "still reads" : "has read",
+      fail(thread, code, "%s %d bytes at shared + %u, which %s of warp %d %s %s%s", verb, bytes,
+           offset, reads.reader->name, read.thread() / 32, in_flight ? "still reads" : "has read",
            place(reads.code).c_str(), in_flight ? "" : ", with no barrier in between");
     }
   }
 }
 
-SharedMemory::AsyncRead::AsyncRead(SharedMemory& memory, const Thread* lanes, const void* code)
-    : memory_(memory), lanes_(lanes), code_(code) {
+SharedMemory::AsyncRead::AsyncRead(SharedMemory& memory, const AsyncReader& reader,
+                                   std::span<const Thread> threads, const void* code)
+    : memory_(memory), reader_(reader), threads_(threads), code_(code) {
   if (memory.async_reads_.empty()) memory.async_reads_.resize(memory.bytes_ / kChunk + 1);
 }
 
-const unsigned char* SharedMemory::AsyncRead::begin(uint32_t offset) {
+void SharedMemory::AsyncRead::begin(uint32_t offset) {
+  const Thread& first_thread = threads_.front();
   if (offset % kChunk != 0 || offset + kChunk > static_cast<uint32_t>(memory_.bytes_)) {
-    fail(*lanes_, code_, "multiplies what lies at shared + %u, beyond the block's %d bytes", offset,
-         memory_.bytes_);
+    fail(first_thread, code_, "%s what lies at shared + %u, beyond the block's %d bytes",
+         reader_.verb, offset, memory_.bytes_);
   }
   const Cell* first = &memory_.cells_[offset / kCellBytes];
   for (const Cell* cell = first; cell < first + cell_count(kChunk); ++cell) {
-    if (cell->copying) {
-      fail(*lanes_, code_,
-           "multiplies what lies at shared + %u, where a copy is under way that thread %u began "
-           "%s and has not waited for",
-           offset, cell->copying - 1, place(cell->written_by).c_str());
-    }
-    if (cell->written == seen_ && seen_) continue;
-    if (!cell->written) {
-      fail(*lanes_, code_, "multiplies what lies at shared + %u, which nobody has written", offset);
-    }
-    for (const Thread* lane = lanes_; lane < lanes_ + 32; ++lane) {
-      if (lane->clocks.ordered(cell->written)) continue;
-      fail(*lane, code_,
-           "multiplies what lies at shared + %u, which a copy brought that began %s, with no "
-           "barrier in between",
-           offset, place(cell->written_by).c_str());
-    }
-    if (cell->written.thread() < lanes_->cta->launch().threads) {
-      fail(*lanes_, code_,
-           "multiplies what lies at shared + %u, which thread %d wrote %s: products see it after "
-           "a fence.proxy.async alone",
-           offset, cell->written.thread(), place(cell->written_by).c_str());
-    }
+    if (cell->written == seen_ && seen_ && !cell->copying) continue;
+    for (const Thread& thread : threads_) check(thread, offset, *cell);
     seen_ = cell->written;
   }
   ChunkReads& reads = memory_.async_reads_[offset / kChunk];
-  reads.by_warp[lanes_->index / 32] = Epoch::never_ending(lanes_->index);
+  reads.by_warp[first_thread.index / 32] = Epoch::never_ending(first_thread.index);
+  reads.reader = &reader_;
   reads.code = code_;
-  return memory_.data_ + offset;
+}
+
+void SharedMemory::AsyncRead::check(const Thread& thread, uint32_t offset, const Cell& cell) const {
+  if (cell.copying) {
+    fail(thread, code_,
+         "%s what lies at shared + %u, where a copy is under way that thread %u began %s and has "
+         "not waited for",
+         reader_.verb, offset, cell.copying - 1, place(cell.written_by).c_str());
+  }
+  if (!cell.written) {
+    fail(thread, code_, "%s what lies at shared + %u, which nobody has written", reader_.verb,
+         offset);
+  }
+  const int writer = cell.written.thread();
+  const bool by_copy = writer >= thread.cta->launch().threads;
+  if (!thread.clocks.ordered(cell.written)) {
+    const std::string who =
+        by_copy ? "a copy brought that began" : "thread " + std::to_string(writer) + " wrote";
+    fail(thread, code_, "%s what lies at shared + %u, which %s %s, with no barrier in between",
+         reader_.verb, offset, who.c_str(), place(cell.written_by).c_str());
+  }
+  if (!by_copy && !thread.clocks.shown(cell.written)) {
+    fail(thread, code_,
+         "%s what lies at shared + %u, which thread %d wrote %s, with no fence.proxy.async ahead "
+         "of the barrier in between",
+         reader_.verb, offset, writer, place(cell.written_by).c_str());
+  }
 }
 
 void SharedMemory::end_read(uint32_t offset, int warp, Epoch read, const void* code) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "clocks.h"
@@ -12,6 +13,8 @@ namespace flash_cute::emulator {
 struct Thread;
 
 class SharedMemory {
+  struct Cell;
+
  public:
   static constexpr int kMaxBytes = 256 * 1024;
 
@@ -44,18 +47,31 @@ class SharedMemory {
   static constexpr int kChunk = 16;
   void land_chunk(uint32_t offset, const unsigned char* from, Epoch written, const void* code);
 
-  // A chunk that a warp's asynchronous product reads, in two parts: from its beginning nobody may
-  // write it, and the warp is done with it when it has waited for the product, at `read`.
+  // Who reads beside the threads, in their name, what these have shown to the copy engine.
+  struct AsyncReader {
+    const char* name;
+    const char* verb;
+  };
+  static constexpr AsyncReader kProduct = {"a product", "multiplies"};
+  static constexpr AsyncReader kBox = {"a box", "stores"};
+  // A chunk that is read asynchronously in the name of a warp's threads, in two parts: from its
+  // beginning nobody may write it, and the warp is done with it when it has waited for that, at
+  // `read`.
   class AsyncRead {
    public:
-    AsyncRead(SharedMemory& memory, const Thread* lanes, const void* code);
-    const unsigned char* begin(uint32_t offset);
+    AsyncRead(SharedMemory& memory, const AsyncReader& reader, std::span<const Thread> threads,
+              const void* code);
+    void begin(uint32_t offset);
 
    private:
+    // Fails if it is not for this thread to have the chunk read, as it was last written.
+    void check(const Thread& thread, uint32_t offset, const Cell& cell) const;
+
     SharedMemory& memory_;
-    const Thread* lanes_;
+    const AsyncReader& reader_;
+    std::span<const Thread> threads_;
     const void* code_;
-    Epoch seen_;  // the last that all lanes have heard of
+    Epoch seen_;  // the last that all threads have heard of
   };
   void end_read(uint32_t offset, int warp, Epoch read, const void* code);
 
@@ -82,6 +98,7 @@ class SharedMemory {
   // For each warp of the last asynchronous read of a chunk.
   struct ChunkReads {
     Epoch by_warp[kMaxWarps];
+    const AsyncReader* reader;
     const void* code;
   };
 

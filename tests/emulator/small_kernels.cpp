@@ -1,79 +1,17 @@
 // Small kernels that show what the emulated machine allows and what it refuses
 // (test_emulated_machine.py): what a name promises is all that its kernel does.
-#include <cuda.h>
+#include "small_kernels.h"
 
+#include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <string_view>
 
 #include "launch.h"
-#include "machine.h"
-#include "machine_hopper.h"
 #include "tensor_copy.h"
 
 namespace flash_cute::emulator {
 namespace {
-
-constexpr int kThreads = 64;
-
-using Chunk = unsigned __int128;
-
-struct Me;
-
-struct Params {
-  CUtensorMap map;  // of `in`, as 8 rows of 128 bytes
-  const Chunk* in;  // (kThreads)
-  Chunk* out;       // (kThreads)
-  void (*body)(const Me&);
-};
-
-struct Shared {
-  Chunk first[kThreads];
-  Chunk second[kThreads];
-  uint32_t words[kThreads][32];
-  uint64_t barrier;
-};
-
-// For one thread of the block.
-struct Me {
-  const Params& params;
-  Shared& shared;
-  int thread = thread_index();
-
-  Chunk in() const { return params.in[thread]; }
-  void out(Chunk chunk) const { params.out[thread] = chunk; }
-  void put(Chunk chunk) const { shared.first[thread] = chunk; }
-  Chunk get(int other) const { return shared.first[other]; }
-  Chunk in_next_lane() const { return get(thread ^ 1); }
-  Chunk in_next_warp() const { return get(thread ^ 32); }
-  void init(int arrivals) const {
-    if (thread == 0) {
-      init_barrier(&shared.barrier, arrivals);
-      publish_barriers();
-    }
-    sync_block();
-  }
-  void arrive(int64_t expected_bytes = 0) const {
-    arrive_at_barrier(&shared.barrier, expected_bytes);
-  }
-  void wait(uint32_t parity) const { wait_at_barrier(&shared.barrier, parity); }
-  void begin_box() const {
-    if (thread == 0) {
-      arrive(sizeof shared.first);
-      load_box(&params.map, shared.first, &shared.barrier, {});
-    }
-  }
-  // This thread's chunk of the box, whose chunks are permuted.
-  Chunk get_of_box() const { return get(thread / 8 * 8 + (thread % 8 ^ thread / 8)); }
-  void begin_copy(Chunk (&target)[kThreads]) const {
-    copy_async(&target[thread], &params.in[thread], true);
-    commit_copies();
-  }
-};
-
-struct SmallKernel {
-  const char* name;
-  void (*body)(const Me&);
-};
 
 constexpr SmallKernel kKernels[] = {
     {"a barrier orders threads",
@@ -256,94 +194,6 @@ constexpr SmallKernel kKernels[] = {
        sync_named(1, kThreads);
        me.out(me.in());
      }},
-    {"a barrier in shared memory orders threads",
-     [](const Me& me) {
-       me.init(kThreads);
-       me.put(me.in());
-       me.arrive();
-       me.wait(0);
-       me.out(me.in_next_warp());
-     }},
-    {"the phase before the first is over",
-     [](const Me& me) {
-       me.init(1);
-       me.wait(1);
-       me.out(me.in());
-     }},
-    {"a wait for the phase before",
-     [](const Me& me) {
-       me.init(kThreads);
-       me.put(me.in());
-       me.arrive();
-       me.wait(1);
-       me.out(me.in_next_warp());
-     }},
-    {"a barrier in shared memory that nobody initialised",
-     [](const Me& me) {
-       me.arrive();
-       me.out(me.in());
-     }},
-    {"a barrier in shared memory, used before it is there",
-     [](const Me& me) {
-       if (me.thread == 0) init_barrier(&me.shared.barrier, kThreads);
-       sync_warp();
-       me.arrive();
-       me.out(me.in());
-     }},
-    {"an arrival too many",
-     [](const Me& me) {
-       me.init(1);
-       if (me.thread == 0) me.arrive(16);
-       if (me.thread == 0) me.arrive();
-       me.out(me.in());
-     }},
-    {"bytes that never come",
-     [](const Me& me) {
-       me.init(kThreads);
-       me.arrive(16);
-       me.wait(0);
-       me.out(me.in());
-     }},
-    {"a box that is waited for",
-     [](const Me& me) {
-       me.init(1);
-       me.begin_box();
-       me.wait(0);
-       me.out(me.get_of_box());
-     }},
-    {"a box that is not waited for",
-     [](const Me& me) {
-       me.init(1);
-       me.begin_box();
-       sync_block();
-       me.out(me.get_of_box());
-     }},
-    {"a box to where others read",
-     [](const Me& me) {
-       me.init(1);
-       me.put(me.in());
-       me.out(me.get(me.thread));
-       me.begin_box();
-       me.wait(0);
-     }},
-    {"a box whose barrier the copy engine does not know",
-     [](const Me& me) {
-       if (me.thread == 0) init_barrier(&me.shared.barrier, 1);
-       sync_block();
-       me.begin_box();
-       me.wait(0);
-       me.out(me.get_of_box());
-     }},
-    {"registers that nobody gives back",
-     [](const Me& me) {
-       take_registers(256);
-       me.out(me.in());
-     }},
-    {"registers that change hands",
-     [](const Me& me) {
-       me.thread < 32 ? give_back_registers(248) : take_registers(256);
-       me.out(me.in());
-     }},
     {"stores of neighbouring words",
      [](const Me& me) {
        me.shared.words[0][me.thread] = 1;
@@ -356,12 +206,13 @@ constexpr SmallKernel kKernels[] = {
      }},
 };
 
-CUtensorMap map_of(const void* in) {
+// Of 8 rows of 128 bytes.
+CUtensorMap map_of(const void* data) {
   const cuuint64_t sizes[] = {64, 1, 8, 1, 1}, strides[] = {128, 128, 1024, 1024};
   const cuuint32_t box[] = {64, 1, 8, 1, 1}, steps[] = {1, 1, 1, 1, 1};
   CUtensorMap map = {};
   reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode_tensor_map())(
-      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, const_cast<void*>(in), sizes, strides, box, steps,
+      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, const_cast<void*>(data), sizes, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return map;
@@ -375,14 +226,15 @@ extern "C" __attribute__((visibility("default"))) int emulate_small(
     const char* name, const void* in, void* out, uint64_t seed,
     flash_cute::emulator::Counters* counters, char* error, size_t error_bytes) {
   using namespace flash_cute::emulator;
-  for (const SmallKernel& kernel : kKernels) {
-    if (std::strcmp(kernel.name, name) != 0) continue;
+  for (const auto kernels : {std::span<const SmallKernel>(kKernels), small_hopper_kernels()}) {
+    const auto kernel = std::ranges::find(kernels, std::string_view(name), &SmallKernel::name);
+    if (kernel == kernels.end()) continue;
     Session session{.seed = seed, .workers = 1};
     const int64_t bytes = kThreads * sizeof(Chunk);
     session.global.add({"in", GlobalMemory::Use::kInput, in, {1, 1, 1}, {}, bytes});
     session.global.add({"out", GlobalMemory::Use::kOutput, out, {1, 1, 1}, {}, bytes});
-    const Params params{map_of(in), static_cast<const Chunk*>(in), static_cast<Chunk*>(out),
-                        kernel.body};
+    const Params params{map_of(in), map_of(out), static_cast<const Chunk*>(in),
+                        static_cast<Chunk*>(out), kernel->body};
     auto run = [](const void* params, void* shared) {
       const auto& p = *static_cast<const Params*>(params);
       p.body({p, *static_cast<Shared*>(shared)});

@@ -11,7 +11,7 @@
 namespace flash_cute::emulator {
 
 template <class F>
-void TensorCopies::Copy::for_each_row(F&& f) const {
+void TensorCopies::Box::for_each_row(F&& f) const {
   for (int row = 0; row < map.box_rows(); ++row) {
     const unsigned char* address = map.data + int64_t{coordinates[0]} * TensorMap::kElementBytes;
     bool exists = coordinates[0] >= 0;
@@ -28,25 +28,53 @@ void TensorCopies::Copy::for_each_row(F&& f) const {
   }
 }
 
-void TensorCopies::begin(Thread& thread, const void* map, void* target, const void* barrier,
-                         const std::array<int, TensorMap::kRank>& coordinates, const void* code) {
+template <class F>
+void TensorCopies::Box::for_each_chunk(F&& f) const {
+  // Chunks are permuted among the rows of 128 bytes by the address: by its bits 7 to 9, or 7 and 8.
+  const uint32_t permuted = map.row_bytes / SharedMemory::kChunk - 1;
+  for_each_row([&](int row_offset, const unsigned char* address, int bytes) {
+    for (int i = 0; i < map.row_bytes; i += SharedMemory::kChunk) {
+      const uint32_t at = offset + row_offset + i;
+      const bool exists = address && i < bytes;
+      f(at ^ (at >> 7 & permuted) << 4, exists ? address + i : nullptr,
+        exists ? std::min(bytes - i, SharedMemory::kChunk) : 0);
+    }
+  });
+}
+
+void TensorCopies::reset() {
+  loads_.clear();
+  stores_.clear();
+  unread_ = 0;
+}
+
+TensorCopies::Box TensorCopies::box_at(Thread& thread, const char* verb, const void* map,
+                                       const void* shared, const Coordinates& coordinates,
+                                       const void* code) {
   Cta& cta = *thread.cta;
-  Copy copy{{}, coordinates, cta.shared.offset_of(target), nullptr, code};
+  Box box{{}, coordinates, cta.shared.offset_of(shared), code};
   const auto* params = static_cast<const char*>(cta.launch().params);
   if (static_cast<size_t>(static_cast<const char*>(map) - params) >=
           static_cast<size_t>(cta.launch().params_bytes) ||
       reinterpret_cast<uintptr_t>(map) % 64 != 0) {
     fail(thread, code, "names a tensor map at %p, which is not among the launch's parameters", map);
   }
-  std::memcpy(&copy.map, map, sizeof copy.map);
-  if (copy.map.mark != TensorMap::kMark) fail(thread, code, "names a tensor map that is none");
-  if (!cta.shared.contains(target) || copy.target % 128 != 0) {
-    fail(thread, code, "copies to %p, which is not in shared memory, or not aligned to 128 bytes",
-         target);
+  std::memcpy(&box.map, map, sizeof box.map);
+  if (box.map.mark != TensorMap::kMark) fail(thread, code, "names a tensor map that is none");
+  if (!cta.shared.contains(shared) || box.offset % 128 != 0) {
+    fail(thread, code, "%s %p, which is not in shared memory, or not aligned to 128 bytes", verb,
+         shared);
   }
-  copy.barrier = &cta.mbarriers.find_published(thread, barrier, code);
-  copy.for_each_row([&](int offset, const unsigned char* address, int bytes) {
-    for (int i = 0; i < copy.map.row_bytes; i += SharedMemory::kChunk) {
+  return box;
+}
+
+void TensorCopies::load(Thread& thread, const void* map, void* target, const void* barrier,
+                        const Coordinates& coordinates, const void* code) {
+  Cta& cta = *thread.cta;
+  const Load load{box_at(thread, "copies to", map, target, coordinates, code),
+                  &cta.mbarriers.find_published(thread, barrier, code)};
+  load.box.for_each_row([&](int offset, const unsigned char* address, int bytes) {
+    for (int i = 0; i < load.box.map.row_bytes; i += SharedMemory::kChunk) {
       cta.shared.begin_copy(thread, static_cast<char*>(target) + offset + i, SharedMemory::kChunk,
                             code);
     }
@@ -58,35 +86,102 @@ void TensorCopies::begin(Thread& thread, const void* map, void* target, const vo
     }
     cta.counters.box_bytes += bytes;
   });
-  copies_.push_back(copy);
+  loads_.push_back(load);
   cta.yield(thread);
 }
 
-void TensorCopies::land(Cta& cta, uint32_t dice) {
-  std::swap(copies_[dice % copies_.size()], copies_.back());
-  const Copy copy = copies_.back();
-  copies_.pop_back();
-  const Epoch written = cta.mbarriers.engine_epoch(cta, *copy.barrier);
-  // Chunks are permuted among the rows of 128 bytes by the address: by its bits 7 to 9, or 7 and 8.
-  const uint32_t permuted = copy.map.row_bytes / SharedMemory::kChunk - 1;
-  copy.for_each_row([&](int row_offset, const unsigned char* address, int bytes) {
-    for (int i = 0; i < copy.map.row_bytes; i += SharedMemory::kChunk) {
-      unsigned char chunk[SharedMemory::kChunk] = {};
-      if (address && i < bytes) {
-        std::memcpy(chunk, address + i, std::min(bytes - i, SharedMemory::kChunk));
-      }
-      uint32_t offset = copy.target + row_offset + i;
-      offset ^= (offset >> 7 & permuted) << 4;
-      cta.shared.land_chunk(offset, chunk, written, copy.code);
-    }
+void TensorCopies::land(Cta& cta, const Load& load) {
+  const Epoch written = cta.mbarriers.engine_epoch(cta, *load.barrier);
+  load.box.for_each_chunk([&](uint32_t offset, const unsigned char* address, int bytes) {
+    unsigned char chunk[SharedMemory::kChunk] = {};
+    if (address) std::memcpy(chunk, address, bytes);
+    cta.shared.land_chunk(offset, chunk, written, load.box.code);
   });
-  cta.mbarriers.complete(cta, *copy.barrier, copy.bytes());
+  cta.mbarriers.complete(cta, *load.barrier, load.box.bytes());
 }
 
-void TensorCopies::check_done(Cta& cta) const {
-  if (copies_.empty()) return;
+void TensorCopies::store(Thread& thread, const void* map, const void* source,
+                         const Coordinates& coordinates, const void* code) {
+  Cta& cta = *thread.cta;
+  const Store store{box_at(thread, "stores from", map, source, coordinates, code), &thread,
+                    thread.box_group, false};
+  begin_read(cta, store);
+  store.box.for_each_row([&](int, const unsigned char* address, int bytes) {
+    if (!address) return;
+    const std::string wrong = cta.launch().global->write(address, bytes, SharedMemory::kChunk);
+    if (!wrong.empty()) {
+      fail(thread, code, "stores %d bytes at %p, %s", bytes, static_cast<const void*>(address),
+           wrong.c_str());
+    }
+    cta.counters.box_bytes_out += bytes;
+  });
+  stores_.push_back(store);
+  ++unread_;
+  cta.yield(thread);
+}
+
+void TensorCopies::begin_read(Cta& cta, const Store& store) {
+  SharedMemory::AsyncRead read(cta.shared, SharedMemory::kBox, {store.thread, 1}, store.box.code);
+  store.box.for_each_chunk([&](uint32_t offset, const unsigned char*, int) { read.begin(offset); });
+}
+
+void TensorCopies::read(Cta& cta, Store& store) {
+  store.box.for_each_chunk([&](uint32_t offset, const unsigned char* address, int bytes) {
+    // A tensor that is stored is one that may be written.
+    if (address)
+      std::memcpy(const_cast<unsigned char*>(address), cta.shared.data() + offset, bytes);
+  });
+  store.has_read = true;
+  --unread_;
+}
+
+void TensorCopies::wait(Thread& thread, int groups_in_flight) {
+  Cta& cta = *thread.cta;
+  const Epoch now = thread.clocks.epoch(thread.index);
+  const int warp = thread.index / 32;
+  auto is_waited_for = [&](const Store& store) {
+    return store.thread == &thread && store.group < thread.box_group - groups_in_flight;
+  };
+  for (Store& store : stores_) {
+    if (!is_waited_for(store)) continue;
+    if (!store.has_read) read(cta, store);
+    store.box.for_each_chunk([&](uint32_t offset, const unsigned char*, int) {
+      cta.shared.end_read(offset, warp, now, store.box.code);
+    });
+  }
+  std::erase_if(stores_, is_waited_for);
+  // Where those read too that are still there, the warp is not done.
+  for (const Store& store : stores_) {
+    if (store.thread->index / 32 == warp) begin_read(cta, store);
+  }
+}
+
+void TensorCopies::check_stored(const Thread& thread) const {
+  for (const Store& store : stores_) {
+    if (store.thread != &thread) continue;
+    fail(thread, store.box.code, "ends without having %s its box",
+         store.group == thread.box_group ? "committed" : "waited for");
+  }
+}
+
+void TensorCopies::happen(Cta& cta, uint32_t dice) {
+  const size_t which = dice % (loads_.size() + unread_);
+  if (which < loads_.size()) {
+    std::swap(loads_[which], loads_.back());
+    const Load load = loads_.back();
+    loads_.pop_back();
+    return land(cta, load);
+  }
+  size_t skipped = loads_.size();
+  for (Store& store : stores_) {
+    if (!store.has_read && skipped++ == which) return read(cta, store);
+  }
+}
+
+void TensorCopies::check_loaded(Cta& cta) const {
+  if (loads_.empty()) return;
   cta.fail("block " + std::to_string(cta.block()) + " ends while a copy is under way that began " +
-           place(copies_.front().code));
+           place(loads_.front().box.code));
 }
 
 namespace {

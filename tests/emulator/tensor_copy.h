@@ -1,4 +1,4 @@
-// Copies of boxes of tensors to shared memory by the copy engine (TMA).
+// Copies of boxes of tensors to shared memory, and from there, by the copy engine (TMA).
 #pragma once
 
 #include <array>
@@ -31,27 +31,33 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= 128);
 
+using Coordinates = std::array<int, TensorMap::kRank>;
+
 // What the driver has under the name of cuTensorMapEncodeTiled, and whether it refuses every map.
 void* encode_tensor_map();
 extern bool refuses_tensor_maps;
 
 class TensorCopies {
  public:
-  void reset() { copies_.clear(); }
-  bool under_way() const { return !copies_.empty(); }
+  void reset();
+  bool under_way() const { return !loads_.empty() || unread_ > 0; }
 
   // For the running thread.
-  void begin(Thread& thread, const void* map, void* target, const void* barrier,
-             const std::array<int, TensorMap::kRank>& coordinates, const void* code);
-  void land(Cta& cta, uint32_t dice);  // one of those under way
-  void check_done(Cta& cta) const;
+  void load(Thread& thread, const void* map, void* target, const void* barrier,
+            const Coordinates& coordinates, const void* code);
+  void store(Thread& thread, const void* map, const void* source, const Coordinates& coordinates,
+             const void* code);
+  void wait(Thread& thread, int groups_in_flight);
+  void check_stored(const Thread& thread) const;  // at its end
+
+  void happen(Cta& cta, uint32_t dice);  // one of those under way
+  void check_loaded(Cta& cta) const;
 
  private:
-  struct Copy {
+  struct Box {
     TensorMap map;
-    std::array<int, TensorMap::kRank> coordinates;
-    uint32_t target;
-    MBarrier* barrier;
+    Coordinates coordinates;
+    uint32_t offset;  // in shared memory
     const void* code;
 
     int bytes() const { return map.box_rows() * map.row_bytes; }
@@ -59,8 +65,29 @@ class TensorCopies {
     // row.
     template <class F>
     void for_each_row(F&& f) const;
+    // Calls f(offset in shared memory, address or nullptr, bytes that exist) for each chunk.
+    template <class F>
+    void for_each_chunk(F&& f) const;
   };
-  std::vector<Copy> copies_;
+  struct Load {
+    Box box;
+    MBarrier* barrier;
+  };
+  struct Store {
+    Box box;
+    const Thread* thread;
+    int64_t group;
+    bool has_read;  // shared memory, and written
+  };
+  static Box box_at(Thread& thread, const char* verb, const void* map, const void* shared,
+                    const Coordinates& coordinates, const void* code);
+  static void land(Cta& cta, const Load& load);
+  static void begin_read(Cta& cta, const Store& store);
+  void read(Cta& cta, Store& store);
+
+  std::vector<Load> loads_;    // under way
+  std::vector<Store> stores_;  // that have not been waited for
+  int unread_ = 0;             // of them
 };
 
 }  // namespace flash_cute::emulator

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import check
+from emulator import ACCESSES
 from support import poisoned, random_inputs
 
 from flash_cute import ops
@@ -30,9 +31,8 @@ def test_counts(emulator, name):
     inputs = random_inputs(1, 1, m, d, len_k=n, dtype=torch.bfloat16)
     counters = check(emulator, *map(poisoned, inputs), smem_limit=smem_limit)[2]
 
-    of_shared = ("load_matrix", "copy_async", "load", "store")
-    assert {access: getattr(counters, access).conflicts for access in of_shared} == dict.fromkeys(
-        of_shared, 0
+    assert {access: getattr(counters, access).conflicts for access in ACCESSES} == dict.fromkeys(
+        ACCESSES, 0
     )
     # Each chunk of 16 bytes, 8 elements, goes from global to shared memory once, 8 at a time.
     assert counters.global_reads_16 == (m + 2 * n) * d // 8 and counters.global_reads == 0

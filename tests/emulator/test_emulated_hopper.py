@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from cases import check
-from emulator import EmulationError
+from emulator import ACCESSES, EmulationError
 from support import (
     BANDS,
     HEAD_DIMS,
@@ -155,29 +155,47 @@ def test_keys_beyond_2_to_the_31_elements(hopper):
     check(hopper[BF16], q, storage[None, None, :, :64], storage[None, None, :, 64:128], True)
 
 
+@pytest.mark.parametrize("mask", ["full", "banded"])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-def test_counts(hopper, head_dim):
-    tile, key_blocks = hopper[BF16].tile(head_dim), 3
+def test_counts(hopper, head_dim, mask):
+    """Of each row of the tile table, which serves as many queries as it has in a tile."""
+    rows = [row for row in hopper[BF16].tiles() if row["head_dim"] == head_dim]
+    for row in rows:
+        if row["mask"] in ("any", mask):
+            assert hopper[BF16].tile(head_dim, row["block_m"], is_banded=mask == "banded") == row
+            check_counts(hopper[BF16], row, mask)
+
+
+def check_counts(emulator, tile, mask):
+    head_dim, key_blocks = tile["head_dim"], 3
     m, n = tile["block_m"], key_blocks * tile["block_n"]
     inputs = random_inputs(1, 1, m, head_dim, len_k=n, dtype=BF16)
-    counters = check(hopper[BF16], *map(poisoned, inputs))[2]
+    # Under a mask that keeps the last key from the first query.
+    band = {"window_right": 0, "diagonal_offset": n - 2} if mask == "banded" else {}
+    counters = check(emulator, *map(poisoned, inputs), **band)[2]
     # The copy engine reads each element once, threads read none.
     assert counters.box_bytes == (m + 2 * n) * head_dim * 2
     assert counters.global_reads_16 == counters.global_reads == 0
-    # The producer tells each consumer of the tile and of the end; its four warps read that.
-    consumers = tile["block_m"] // 64
-    assert (counters.store.wavefronts, counters.load.wavefronts) == (2 * consumers, 8 * consumers)
+    # It writes each once as well, from where it lies in shared memory once. Threads write the LSE.
+    assert counters.box_bytes_out == m * head_dim * 2
+    assert counters.store_matrix.wavefronts == m * head_dim * 2 // 128
+    assert (counters.global_writes_16, counters.global_writes) == (0, m)
+    # The producer tells each consumer of the tile and of the end, in 16 bytes that g++ takes for
+    # four words; its four warps read that.
+    told = 2 * 4 * m // 64
+    assert (counters.store.wavefronts, counters.load.wavefronts) == (told, 4 * told)
+    assert {access: getattr(counters, access).conflicts for access in ACCESSES} == dict.fromkeys(
+        ACCESSES, 0
+    )
     # 16 deep each: along the head for S, along the keys for O.
     assert counters.products == m // 16 * (key_blocks * head_dim // 16 + n // 16)
-    # g++ makes four stores of one of 16 bytes.
-    assert (counters.global_writes_16, counters.global_writes) == (0, m * head_dim // 2 + m)
     assert counters.block_barriers == 1
 
 
 @pytest.mark.parametrize("len_q", [1, 64, 65, 300])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_consumers_without_rows_multiply_nothing(hopper, head_dim, len_q):
-    n = 2 * hopper[BF16].tile(head_dim)["block_n"]
+    n = 2 * hopper[BF16].tile(head_dim, len_q)["block_n"]
     inputs = random_inputs(1, 1, len_q, head_dim, len_k=n, dtype=BF16)
     counters = check(hopper[BF16], *map(poisoned, inputs), multiprocessors=1)[2]
     warps = 4 * math.ceil(len_q / 64)
@@ -187,7 +205,7 @@ def test_consumers_without_rows_multiply_nothing(hopper, head_dim, len_q):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_products_under_a_causal_mask(hopper, head_dim):
     """Each consumer stops at the last block of which its 64 rows see a key."""
-    tile = hopper[BF16].tile(head_dim)
+    tile = hopper[BF16].tile(head_dim, is_banded=True)
     m, n = 2 * tile["block_m"], tile["block_n"]
     inputs = random_inputs(1, 1, m, head_dim, dtype=BF16)
     counters = check(hopper[BF16], *map(poisoned, inputs), True, multiprocessors=1)[2]

@@ -9,6 +9,7 @@ from emulator import EmulationError
 
 RACE = "with no barrier in between"
 UNFINISHED = "has not waited for"
+NO_FENCE = "with no fence.proxy.async ahead"
 NOWHERE = "in no row of any tensor"
 
 ALLOWED = {  # the lane or thread whose input each thread puts out: its own with some bits flipped
@@ -23,6 +24,11 @@ ALLOWED = {  # the lane or thread whose input each thread puts out: its own with
     "a barrier in shared memory orders threads": 32,
     "the phase before the first is over": 0,
     "a box that is waited for": 0,
+    "a box that is stored": 0,
+    "boxes that reach beyond the output": 32,
+    "a write to where a box has been read": 0,
+    "a write once all boxes but the newest have been read": 32,
+    "matrices that are stored": 0,
     "registers that change hands": 0,
 }
 REFUSED = {
@@ -60,6 +66,21 @@ REFUSED = {
     "a box that is not waited for": f"{RACE}|{UNFINISHED}",
     "a box to where others read": RACE,
     "a box whose barrier the copy engine does not know": "has not been told",
+    "a box stored without a fence": NO_FENCE,
+    "a box stored with a fence behind the barrier": NO_FENCE,
+    "a box stored with a fence ahead of the writes": NO_FENCE,
+    "a box stored without a barrier": f"{RACE}|nobody has written",
+    "a box stored of what nobody has written": "nobody has written",
+    "a box stored twice": "has been written already",
+    "a box stored to the input": "stores 128 bytes at .* of the input in",
+    "a box stored from an odd place": "not aligned to 128 bytes",
+    "a box that is stored and not waited for": "ends without having waited for its box",
+    "a box that is stored and not committed": "ends without having committed its box",
+    "a write to where a box is read": "which a box of warp 0 still reads",
+    "a write to where a box has been read, without a barrier": (
+        f"which a box of warp 0 (still reads|has read .* {RACE})"
+    ),
+    "a write to where the newest box is read": "which a box of warp 0 still reads",
     "registers that nobody gives back": "every thread waits .* for registers",
 }
 SEEDS = pytest.mark.parametrize("seed", range(5))
@@ -91,9 +112,23 @@ def test_a_copy_that_is_switched_off_brings_zeros(emulator):
 
 
 @pytest.mark.parametrize(
-    "name, conflicts", [("stores of neighbouring words", 0), ("stores of a column of words", 62)]
+    "name, access, wavefronts, conflicts",
+    [
+        ("stores of neighbouring words", "store", 2, 0),
+        ("stores of a column of words", "store", 2, 62),
+        ("matrices stored to neighbouring rows", "store_matrix", 8, 0),
+        ("matrices stored to the same banks", "store_matrix", 8, 56),
+    ],
 )
-def test_bank_conflicts(emulator, name, conflicts):
+def test_bank_conflicts(emulator, name, access, wavefronts, conflicts):
     _, counters = emulator.small(name, some_input())
-    assert (counters.store.wavefronts, counters.store.conflicts) == (2, conflicts)
+    count = getattr(counters, access)
+    assert (count.wavefronts, count.conflicts) == (wavefronts, conflicts)
     assert (counters.global_reads_16, counters.global_writes_16) == (64, 64)
+
+
+def test_bytes_of_boxes(emulator):
+    _, of_load = emulator.small("a box that is waited for", some_input())
+    _, of_stores = emulator.small("boxes that reach beyond the output", some_input())
+    assert (of_load.box_bytes, of_load.box_bytes_out) == (1024, 0)
+    assert (of_stores.box_bytes, of_stores.box_bytes_out) == (0, 1024)

@@ -8,6 +8,7 @@ from pathlib import Path
 import build_emulator
 import pytest
 import torch
+from faults_sm90 import SM90_VARIANTS
 from plant_faults import FAULTS, what_catches
 
 
@@ -16,11 +17,12 @@ def planted() -> dict[str, Path]:
     reason = build_emulator.why_not()
     if reason:
         pytest.skip(reason)
-    paths = build_emulator.build(*(fault.plant() for fault in FAULTS))
-    return {fault.name: path for fault, path in zip(FAULTS, paths, strict=True)}
+    planted = [*FAULTS, *SM90_VARIANTS]
+    paths = build_emulator.build(*(fault.plant() for fault in planted))
+    return {fault.name: path for fault, path in zip(planted, paths, strict=True)}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [*FAULTS, *SM90_VARIANTS], ids=lambda fault: fault.name)
 def test_is_caught(planted, fault):
     objection = what_catches(fault.emulator(planted[fault.name]), fault.head_dim)
     assert re.search(fault.caught_by, objection)

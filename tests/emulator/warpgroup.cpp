@@ -127,7 +127,8 @@ void Warpgroups::for_each_chunk(const AsyncProduct& product, int warp, F&& f) {
 }
 
 void Warpgroups::begin_reads(const Thread* lanes, const Product& product) {
-  SharedMemory::AsyncRead read(lanes->cta->shared, lanes, product.code);
+  SharedMemory::AsyncRead read(lanes->cta->shared, SharedMemory::kProduct, {lanes, 32},
+                               product.code);
   for_each_chunk(product.shape, warp_index(*lanes), [&](uint32_t offset) { read.begin(offset); });
 }
 

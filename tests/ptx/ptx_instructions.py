@@ -21,7 +21,7 @@ from ptx_arithmetic import (
 )
 from ptx_barriers import barrier, mbarrier, registers_change_hands, shuffle, vote
 from ptx_machine import Fault, Jump, Lanes, Program, Warp
-from ptx_memory import copy, load, load_matrix, store, to_address_space
+from ptx_memory import copy, load, load_matrix, store, store_matrix, to_address_space
 from ptx_operands import ALL, KEPT, Step, unwritten
 from ptx_products import product_of_warp, product_of_warpgroup
 from ptx_text import Instruction, Kernel, Operand, Symbol
@@ -103,11 +103,11 @@ def trap(modifiers: list[str], operands: list[Operand]) -> Step:
     return step
 
 
-def without_effect(form: str) -> Callable[..., Step | None]:
+def without_effect(*forms: str) -> Callable[..., Step | None]:
     """On a machine that does one thing after another."""
 
     def build(modifiers: list[str], operands: list[Operand]) -> Step | None:
-        return (lambda warp, lanes: None) if ".".join(modifiers) == form else None
+        return (lambda warp, lanes: None) if ".".join(modifiers) in forms else None
 
     return build
 
@@ -121,9 +121,10 @@ BUILDERS: dict[str, Callable[[list[str], list[Operand]], Step | None]] = {
     "min": least_or_greatest(np.minimum, np.fmin), "max": least_or_greatest(np.maximum, np.fmax),
     "ex2": special(np.exp2), "lg2": special(np.log2), "rcp": special(np.reciprocal),
     "setp": compare, "selp": select, "mov": move, "cvt": convert,
-    "ld": load, "st": store, "cvta": to_address_space, "ldmatrix": load_matrix, "cp": copy,
+    "ld": load, "st": store, "cvta": to_address_space, "ldmatrix": load_matrix,
+    "stmatrix": store_matrix, "cp": copy,
     "mma": product_of_warp, "wgmma": product_of_warpgroup,
     "shfl": shuffle, "vote": vote, "bar": barrier, "mbarrier": mbarrier,
-    "fence": without_effect("mbarrier_init.release.cluster"),
+    "fence": without_effect("mbarrier_init.release.cluster", "proxy.async.shared::cta"),
     "prefetch": without_effect("tensormap"), "setmaxnreg": registers_change_hands,
 }  # fmt: skip

@@ -123,6 +123,8 @@ class Warp:
         self.asked_in_vain = False
         self.copies = Pending(block.dice)
         self.products = Pending(block.dice)
+        # Boxes that lanes store: of those alone that do.
+        self.boxes: dict[int, Pending] = defaultdict(lambda: Pending(block.dice))
 
     def run(self, budget: int) -> bool:
         """Up to about `budget` instructions; False if it then has to wait for an mbarrier. Lanes
@@ -161,6 +163,13 @@ class Warp:
                     break
         return not self.asked_in_vain
 
+    def has_not_waited(self) -> bool:
+        """For what it has issued; for boxes, not even where they have been stored by chance."""
+        pending = (self.copies, self.products, *self.boxes.values())
+        return any(any(one.groups) for one in pending) or any(
+            len(boxes.groups) > 1 for boxes in self.boxes.values()
+        )
+
     def put(self, place: int, lanes: np.ndarray) -> None:
         for i, (other, who) in enumerate(self.groups):
             if other == place:
@@ -180,7 +189,7 @@ class Block:
         self.shared = np.full(grid.shared_bytes, 0xFF, np.uint8)  # NaN, as what is not there yet
         self.mbarriers: dict[int, MBarrier] = {}
         self.barriers: dict[int, NamedBarrier] = defaultdict(NamedBarrier)
-        self.boxes: list[Action] = []  # of tensors, under way
+        self.boxes: list[Action] = []  # on their way to shared memory
         self.in_vain: set[Warp] = set()  # who has asked since the last change of an mbarrier
         self.warps = [Warp(self, i) for i in range(grid.program.threads // LANES)]
 
@@ -204,7 +213,7 @@ class Block:
                 # Lanes at a barrier have its place behind them.
                 places = {w.index: descriptions[w.groups[0][0] - w.at_barrier] for w in alive}
                 raise Fault(f"warps wait for ever: {places}")
-        if self.boxes or any(any(w.copies.groups) or any(w.products.groups) for w in self.warps):
+        if self.boxes or any(warp.has_not_waited() for warp in self.warps):
             raise Fault("the end comes while copies or products are under way")
 
     # -- memory ----------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from ptx_arithmetic import elementwise
-from ptx_machine import LANES, Fault, Lanes, Pending, Warp
+from ptx_machine import LANES, Fault, GlobalMemory, Lanes, Pending, Warp
 from ptx_operands import (
     ALL,
     KEPT,
@@ -118,6 +118,21 @@ def load_matrix(modifiers: list[str], operands: list[Operand]) -> Step | None:
     return step
 
 
+def store_matrix(modifiers: list[str], operands: list[Operand]) -> Step | None:
+    """The opposite."""
+    if modifiers != ["sync", "aligned", "x4", "m8n8", "shared", "b16"]:
+        return None
+    target, source = operands
+    at, reads = address_reader(target), [reader(one, np.uint32) for one in elements(source)]
+
+    def step(warp: Warp, lanes: Lanes) -> None:
+        take_whole_warp(lanes)
+        rows = np.stack([read(warp) for read in reads]).view(np.uint8).reshape(LANES, 16)
+        warp.block.shared_in_units(16)[warp.block.shared_index(at(warp), 16)] = rows
+
+    return step
+
+
 # -- copies that take their time ------------------------------------------------------------------
 
 
@@ -153,6 +168,13 @@ def copy(modifiers: list[str], operands: list[Operand]) -> Step | None:
         return wait_all
     if kind.removesuffix(".L2::128B") == "async.cg.shared.global":
         return copy_chunks(operands)
+    if kind == "async.bulk.commit_group":
+        return lambda warp, lanes: warp.boxes[only_lane(lanes)].close_group()
+    if kind == "async.bulk.wait_group.read":
+        groups = number(operands[0])
+        return lambda warp, lanes: warp.boxes[only_lane(lanes)].wait(groups)
+    if kind == "async.bulk.tensor.5d.global.shared::cta.bulk_group":
+        return store_box(operands)
     box = "async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
     return copy_box(operands) if kind.removesuffix(".L2::cache_hint") == box else None
 
@@ -189,35 +211,62 @@ def copy_chunks(operands: list[Operand]) -> Step | None:
 def copy_box(operands: list[Operand]) -> Step | None:
     """A box of a tensor to shared memory by the copy engine, which an mbarrier is told of."""
     target, source, arrival, *_hint = operands
-    assert isinstance(source, Address)
-    to, of, barrier = (
-        address_reader(target),
-        address_reader(source, np.uint64),
-        address_reader(arrival),
-    )
-    coordinates = [reader(one, np.int32) for one in source.coordinates]
+    box_of, barrier = box_reader(source, target), address_reader(arrival)
 
     def step(warp: Warp, lanes: Lanes) -> None:
         lane, block = only_lane(lanes), warp.block
-        place, arrives_at = int(to(warp)[lane]), int(barrier(warp)[lane])
-        tensor = TensorMap(block.param(int(of(warp)[lane]), 128))
-        at = [int(read(warp)[lane]) for read in coordinates]
-        # 16-byte chunks are permuted by the address: by its bits 7 to 9, or 7 and 8.
-        chunks = np.arange(place, place + tensor.box_bytes, 16)
-        chunks ^= (chunks >> 7 & tensor.row_bytes // 16 - 1) << 4
-        if place % 128:
-            raise Fault("copies a box to where 128 bytes are not aligned")
-        units, index = block.shared_in_units(16), block.shared_index(chunks, 16)
+        tensor, at, index = box_of(warp, lane)
+        arrives_at, units = int(barrier(warp)[lane]), block.shared_in_units(16)
         units[index] = 0xFF  # not there yet
         block.mbarrier(arrives_at)
 
         def land() -> None:
-            units[index] = tensor.box(block.grid.memory, at).reshape(-1, 16)
+            units[index] = tensor.read(block.grid.memory, at).reshape(-1, 16)
             block.complete(arrives_at, tensor.box_bytes)
 
         block.boxes.append(land)
 
     return step
+
+
+def store_box(operands: list[Operand]) -> Step | None:
+    """A box of a tensor from shared memory by the copy engine, for which its lane waits."""
+    box_of = box_reader(*operands)
+
+    def step(warp: Warp, lanes: Lanes) -> None:
+        lane, block = only_lane(lanes), warp.block
+        tensor, at, index = box_of(warp, lane)
+
+        def leave() -> None:
+            rows = block.shared_in_units(16)[index].reshape(tensor.rows, tensor.row_bytes)
+            tensor.write(block.grid.memory, at, rows)
+
+        warp.boxes[lane].issue(leave)
+
+    return step
+
+
+def box_reader(
+    tensor: Operand, shared: Operand
+) -> Callable[[Warp, int], tuple[TensorMap, list[int], np.ndarray]]:
+    """What a lane names: a tensor, where in it the box begins, and the box's chunks of 16 bytes in
+    shared memory."""
+    assert isinstance(tensor, Address)
+    of, place_of = address_reader(tensor, np.uint64), address_reader(shared)
+    coordinates = [reader(one, np.int32) for one in tensor.coordinates]
+
+    def read(warp: Warp, lane: int) -> tuple[TensorMap, list[int], np.ndarray]:
+        block, place = warp.block, int(place_of(warp)[lane])
+        map_of = TensorMap(block.param(int(of(warp)[lane]), 128))
+        if place % 128:
+            raise Fault("names a box in shared memory that is not aligned to 128 bytes")
+        # Chunks are permuted by the address: by its bits 7 to 9, or 7 and 8.
+        chunks = np.arange(place, place + map_of.box_bytes, 16)
+        chunks ^= (chunks >> 7 & map_of.row_bytes // 16 - 1) << 4
+        at = [int(coordinate(warp)[lane]) for coordinate in coordinates]
+        return map_of, at, block.shared_index(chunks, 16)
+
+    return read
 
 
 class TensorMap:
@@ -240,13 +289,24 @@ class TensorMap:
         self.rows = int(np.prod(self.boxes[1:]))
         self.box_bytes = self.rows * self.row_bytes
 
-    def box(self, memory: Any, at: list[int]) -> np.ndarray:
-        """(rows, row_bytes), zeros where the tensor has nothing."""
-        rows = np.zeros((self.rows, self.row_bytes), np.uint8)
+    def existing_rows(self, at: list[int]) -> Iterator[tuple[int, int, int]]:
+        """Of a box: the row, its address, and how many bytes of it the tensor has."""
         size = min(max(2 * (self.sizes[0] - at[0]), 0), self.row_bytes)
         for i, steps in enumerate(np.ndindex(*reversed(self.boxes[1:]))):
             place = [at[0], *(a + s for a, s in zip(at[1:], reversed(steps), strict=True))]
             if size and all(0 <= p < n for p, n in zip(place, self.sizes, strict=True)):
-                address = self.data + sum(p * s for p, s in zip(place, self.strides, strict=True))
-                rows[i, :size] = memory.read(address, size, 16)
+                offsets = (p * s for p, s in zip(place, self.strides, strict=True))
+                yield i, self.data + sum(offsets), size
+
+    def read(self, memory: GlobalMemory, at: list[int]) -> np.ndarray:
+        """A box, (rows, row_bytes): zeros where the tensor has nothing."""
+        rows = np.zeros((self.rows, self.row_bytes), np.uint8)
+        for i, address, size in self.existing_rows(at):
+            rows[i, :size] = memory.read(address, size, 16)
         return rows
+
+    def write(self, memory: GlobalMemory, at: list[int], rows: np.ndarray) -> None:
+        """A box, of which what the tensor has no place for is left out."""
+        for i, address, size in self.existing_rows(at):
+            for column in range(0, size, 16):  # all that rows are aligned to
+                memory.write(address + column, rows[i, column : min(column + 16, size)])

@@ -391,6 +391,7 @@ struct FwdMainloop {
     }
 
     CUTE_DEVICE void release_queries() {
+      hopper::sync_warp();  // all lanes have read which tile it was
       release(smem_.q_empty[q_.stage][index_]);
       q_.advance();
     }

@@ -31,21 +31,27 @@ class Schedule {
     // heads each, but for the first.
     const bool equal = mask == MaskKind::kFull && worth == block_m;
     const int kv_heads = params.heads_kv() * params.batch;
+    const auto heads_of_section = [&](int thirds_of_l2) {
+      const int most = TileOrder::kv_heads_within(l2_bytes / 3 * thirds_of_l2, params);
+      const int sections = (kv_heads - 1) / most + 1;
+      return (kv_heads - 1) / sections + 1;
+    };
+    // A section is dealt out anew, as tiles differ much under a mask. One of much less than two
+    // rounds would leave blocks without a tile.
+    const auto anew = [&](int section) {
+      const int64_t tiles = int64_t{section} * query_rows.heads_per_kv_head() * m_blocks;
+      return mask != MaskKind::kFull && 3 * tiles >= 4 * int64_t{multiprocessors};
+    };
     // Of short sequences K and V are read from memory about as fast as they are used: smaller
     // sections keep reads and work mixed.
-    const int thirds_of_l2 = params.len_k < 1024 ? 1 : 2;
-    const int most = TileOrder::kv_heads_within(l2_bytes / 3 * thirds_of_l2, params);
-    const int sections = (kv_heads - 1) / most + 1;
-    const int section = equal ? 1 : (kv_heads - 1) / sections + 1;
+    const bool small = params.len_k < 1024 && anew(heads_of_section(1));
+    const int section = equal ? 1 : heads_of_section(small ? 1 : 2);
 
     Schedule s;
     s.order_ = TileOrder::make(params, query_rows, mask, block_m, worth, section);
     s.blocks_ = std::min(s.order_.tiles(), multiprocessors);
-    // A section of much less than two rounds, dealt out anew, would leave blocks without a tile.
-    const bool anew =
-        !equal && 3 * int64_t{s.order_.section_tiles()} >= 4 * int64_t{multiprocessors};
-    s.first_dealt_ = anew ? s.order_.first_section_tiles() : s.order_.tiles();
-    s.dealt_together_ = anew ? s.order_.section_tiles() : s.order_.tiles();
+    s.first_dealt_ = anew(section) ? s.order_.first_section_tiles() : s.order_.tiles();
+    s.dealt_together_ = anew(section) ? s.order_.section_tiles() : s.order_.tiles();
     return s;
   }
 
