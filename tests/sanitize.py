@@ -28,7 +28,7 @@ SHAPES = [
 
 def main() -> None:
     torch.manual_seed(0)
-    # initcheck does not see what Hopper's copy engine stores: to it, `out` of sm90 is never written.
+    # initcheck does not see what Hopper's copy engine stores: to it nobody writes `out` of sm90.
     knows_out = sys.argv[1:] != ["initcheck"]
     build = ops.build_info()
     has_sm90 = torch.cuda.get_device_capability()[0] == 9 and "sm_90a" in build["archs"]
