@@ -75,7 +75,7 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
     ]
     tiles = ops.tiles_for(smem)
     if props.major == 9:
-        # These come before those of sm80, which are left the calls that they cannot read.
+        # These come before those of sm80. Of several for a head dim, queries decide (config.h).
         tiles = [tile for tile in build["tiles"] if tile["arch"] == "sm90"] + tiles
     for tile in tiles:
         mask = "" if tile["mask"] == "any" else f" ({tile['mask']})"

@@ -57,9 +57,10 @@ struct FwdRow {
 // Beside a row: its speed on an H200 as a multiple of FlashAttention-2's (PyTorch's SDPA, same run;
 // bf16, B x N = 16384, geometric mean of N = 512, 2048 and 8192, full and causal), then what else
 // was tried, as block_n, key blocks in shared memory: speed. (Two key blocks without scores ahead,
-// their barriers fewer by one a step, is a form that the main loop no longer has.) All before O was
-// rescaled only on a rise of 2^8 (online_softmax.h), which gave 4% at head dim 64, 5.5% at 128 and
-// nothing at 256.
+// their barriers fewer by one a step, is a form that the main loop no longer has.) All but the
+// first of head dim 256 before O was rescaled only on a rise of 2^8 (online_softmax.h), which gave
+// 4% at head dim 64, 5.5% at 128 and nothing at 256, and before other changes;
+// bench/results/train.json has the speed of the rows for 64, 128 and 256 as they are now.
 inline constexpr FwdRow kFwdSm80[] = {
     // head_dim, block_m, block_n, row_warps, scores_ahead (, column_warps), blocks_per_sm
     // Not timed with scores ahead; without, with Q in registers and two key blocks: 1.13. 64, 2:
@@ -73,9 +74,9 @@ inline constexpr FwdRow kFwdSm80[] = {
     // Not timed. The same tile in 4 warps of 16 rows was 1.04, and with 48, 2 so 0.97.
     {{192, 64, 64, 2, false, 2}, 2},
     {{192, 128, 64, 8, false}, 1},     // 0.93
-    {{256, 64, 64, 2, false, 2}, 2},   // 1.13. In 4 x 1 warps: 1.11
+    {{256, 64, 64, 2, false, 2}, 2},   // 1.11 over all lengths. In 4 x 1 warps: 1.09
     {{256, 128, 64, 4, false, 2}, 1},  // not timed. In 8 warps of 16 rows: 0.93
-    {{256, 64, 64, 4, false}, 1},  // not timed: as two rows above, one block on a multiprocessor
+    {{256, 64, 64, 4, false}, 1},      // not timed with one block on a multiprocessor
 };
 
 // The index of the row that serves `head_dim` (a bucket) within `smem_limit` bytes, or -1.
@@ -143,41 +144,47 @@ struct FwdSm90Row {
   constexpr bool serves(MaskKind mask) const { return mask == MaskKind::kFull ? full : banded; }
 };
 
-// Beside a row: its speed on an H200 as a multiple of cuDNN's (PyTorch's SDPA, same run; bf16, B x
-// N = 16384): of N 512 full, N 512 causal, N 4096 full, N 4096 causal. Then what else was tried, as
-// consumers, block_n, stages, turns. "O from registers" is how an epilogue before this one stored
-// it: 1 to 6% slower at N 512 (csrc README).
+// Beside a head dim: its speed on an H200 as a multiple of cuDNN's (PyTorch's SDPA, same run; bf16,
+// B x N = 16384): of N 512 full, N 512 causal, N 4096 full, N 4096 causal, from
+// bench/results/tuning.json. Then what else was tried, as consumers, block_n, stages, turns, from
+// other runs, of which there is no file. "O from registers" is how an epilogue before this one
+// stored it: up to 6% slower at N 512 (csrc README).
 inline constexpr FwdSm90Row kFwdSm90[] = {
     // head_dim, consumers, block_n, stages, q_stages, turns, full, banded
     // 1.46 1.35 1.44 1.43. 3, 128, 3, products: 1.27 1.07 1.44 1.37. 4 x 96 and 4 x 128 spill
     {{32, 4, 64, 4, 2, Turns::kNone}, true, true},
-    // 1.21 1.21 1.29 1.29. 4, 64, 4, none: 1.21 1.20 1.24 1.26; products: 1.23 1.16 1.23 1.28;
+    // 1.22 1.22 1.27 1.29. 4, 64, 4, none: 1.21 1.20 1.24 1.26; products: 1.23 1.16 1.23 1.28;
     // softmax: 1.10 1.10 1.03 1.08. 3, 64, 4, none: 1.04 1.08 1.10 1.16. 3, 128, 3, none: 1.06 1.04
-    // 1.21 1.26. 2, 128, 4, products: 0.95 0.90 0.96 1.03. 2, 192, 3, products: 0.81 0.85 0.98 1.03
+    // 1.21 1.26. O from registers: 2, 128, 4, products: 0.95 0.90 0.96 1.03; 2, 192, 3, products:
+    // 0.81 0.85 0.98 1.03
     {{64, 4, 64, 6, 2, Turns::kNone}, true, true},
-    // 1.08 1.16 1.34 1.53; none: 1.10 1.12 1.29 1.48; softmax: 1.10 1.11 1.19 1.39. 4, 48, 4, none:
-    // 1.21 1.20 1.31 1.43. 3, 80, 3, products: 1.15 1.11 1.33 1.48. 2, 128, 2, products: 1.09 1.08
-    // 1.17 1.31. 3 x 128 and 4 x 64 spill
+    // 1.14 1.16 1.40 1.54. In another run 1.08 1.16 1.34 1.53; none: 1.10 1.12 1.29 1.48; softmax:
+    // 1.10 1.11 1.19 1.39. 4, 48, 4, none: 1.21 1.20 1.31 1.43. 3, 80, 3, products: 1.15 1.11 1.33
+    // 1.48. 2, 128, 2, products: 1.09 1.08 1.17 1.31. 3 x 128 and 4 x 64 spill
     {{96, 3, 96, 3, 2, Turns::kProducts}, true, true},
-    // 0.94 0.98 1.16 1.30; products: 0.95 0.98 1.13 1.26. 3, 64, 3 and one stage of Q, none: 0.96
-    // 0.99 1.09 1.31. 3, 80, 2, products: 0.94 0.94 1.12 1.29. 3 x 96 spills
+    // At N 4096, where it serves: 1.13 1.26. In another run, at both: 0.94 0.98 1.16 1.30; in turns
+    // at products: 0.95 0.98 1.13 1.26. 3, 64, 3 and one stage of Q, none: 0.96 0.99 1.09 1.31. 3,
+    // 80, 2, products: 0.94 0.94 1.12 1.29. 3 x 96 spills
     {{128, 3, 64, 2, 2, Turns::kNone}, true, true},
-    // 1.06 1.04 1.09 1.24; softmax: 0.99 1.04 1.06 1.17. 2, 64, 4, none: 1.04 1.05 1.04 1.17. 176
-    // keys and one stage of Q, products (O from registers): 0.96 0.80 1.05 1.18
+    // At N 512, where it serves: 1.06 1.04. In another run, at both: 1.06 1.04 1.09 1.24; softmax:
+    // 0.99 1.04 1.06 1.17. 2, 64, 4, none: 1.04 1.05 1.04 1.17. 176 keys and one stage of Q,
+    // products (O from registers): 0.96 0.80 1.05 1.18
     {{128, 2, 128, 2, 2, Turns::kProducts}, true, true},
-    // 1.08 1.00 1.22 1.21; products (O from registers): 1.07 0.96 1.19 1.29, none: 0.97 0.93 1.14
-    // 1.13. 112 keys, products (O from registers): 1.09 0.92 1.23 1.28. 3 x 48 and 3 x 64 spill
+    // 1.08 1.03 1.21 1.26. Softmax under both masks: 1.08 1.00 1.22 1.21. O from registers:
+    // products 1.07 0.96 1.19 1.29, none 0.97 0.93 1.14 1.13; 112 keys, products 1.09 0.92 1.23
+    // 1.28. 3 x 48 and 3 x 64 spill
     {{192, 2, 96, 2, 1, Turns::kSoftmax}, true, false},
     {{192, 2, 96, 2, 1, Turns::kProducts}, false, true},
-    // 1.13 1.03 1.14 1.32. All with O from registers: products 1.12 1.02 1.14 1.31, softmax: 1.10
-    // 1.02 1.16 1.35, none: 1.10 1.01 1.16 1.29; 80 keys, products: 1.07 0.97 1.14 1.31
+    // 1.15 0.94 1.21 1.29; at N 512 causal with sections that left blocks without tiles
+    // (schedule.h): products had 1.03 with others. O from registers: products 1.12 1.02 1.14 1.31,
+    // softmax 1.10 1.02 1.16 1.35, none 1.10 1.01 1.16 1.29; 80 keys, products 1.07 0.97 1.14 1.31
     {{256, 2, 64, 2, 1, Turns::kProducts}, true, false},
     {{256, 2, 64, 2, 1, Turns::kSoftmax}, false, true},
 };
 
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1. Of several it is the
 // first whose tiles of `len_q` rows have at most a sixteenth more than the smallest such would
-// have.
+// have. (That heads may be packed, and that a GPU may have few tiles, is left out of account.)
 constexpr int select_fwd_sm90(int head_dim, MaskKind mask, int len_q) {
   const auto serves = [&](const FwdSm90Row& row) {
     return row.config.head_dim == head_dim && row.serves(mask);

@@ -199,20 +199,17 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choic
     throw std::runtime_error("flash_cute: splits is " + std::to_string(choices.splits) +
                              ": it must be a number of parts, or 0 for the default");
   }
-  const auto choose_sm80 = [&] {
-    const int row = select_row_sm80(params, choices, device);
-    return std::pair(
-        row, choose_splits(params, kFwdSm80[row], multiprocessors_of(device), choices.splits));
-  };
+  // What the SM80 kernels would do.
+  const int multiprocessors = multiprocessors_of(device);
+  const int row = select_row_sm80(params, choices, device);
+  const KeySplits splits = choose_splits(params, kFwdSm80[row], multiprocessors, choices.splits);
   // SM90's do not split keys, which is no loss where they keep the GPU busy all the same.
-  const auto leaves_gpu_idle = [&] {
-    const auto [row, splits] = choose_sm80();
-    return splits.count > 1 && 2 * tiles_of(params, kFwdSm80[row]) <= multiprocessors_of(device);
-  };
+  const bool sm90_would_idle =
+      splits.count > 1 && 2 * tiles_of(params, kFwdSm80[row]) <= multiprocessors;
   if (arch != 80) {
     std::string why_not = why_not_sm90(params, mask, choices, device);
     try {
-      if (why_not.empty() && (arch == 90 || !leaves_gpu_idle())) {
+      if (why_not.empty() && (arch == 90 || !sm90_would_idle)) {
         return launch_sm90(params, dtype, mask, device, stream);
       }
     } catch (const sm90::TensorMapRefused& refused) {
@@ -223,7 +220,6 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choic
           "flash_cute: arch is 'sm90', but its kernels cannot serve this call: " + why_not);
     }
   }
-  const auto [row, splits] = choose_sm80();
   launch_sm80(params, dtype, mask, row, splits, device, stream, allocate);
 }
 

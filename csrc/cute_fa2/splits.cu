@@ -36,8 +36,8 @@ struct KeyBlocks {
 
 // What a call takes, in the time that a multiprocessor full of thread blocks takes for a key of
 // each, with all rows of a tile. (With half of them, as in decoding, a key takes less.) These have
-// costs beside their keys, and combining the parts has its own: guesses by a model of the GPU, none
-// of which has been timed.
+// costs beside their keys, and combining the parts has its own: guesses by a model of the GPU.
+// bench/results/decode.json has what they choose beside other numbers of parts.
 struct Cost {
   int64_t tiles, rows;
   KeyBlocks blocks;

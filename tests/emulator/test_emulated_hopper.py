@@ -71,7 +71,9 @@ def test_results_do_not_depend_on_who_is_first(hopper, head_dim, seed, is_causal
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("heads, heads_kv", [(2, 1), (3, 1), (7, 1), (8, 2), (64, 1), (65, 1)])
+@pytest.mark.parametrize(
+    "heads, heads_kv", [(2, 1), (3, 1), (7, 1), (8, 2), (20, 1), (33, 1), (64, 1), (65, 1)]
+)
 @pytest.mark.parametrize("len_q", [1, 5, 70])
 def test_groups_of_heads(hopper, len_q, heads, heads_kv, is_causal):
     inputs = random_inputs(2, heads, len_q, 64, heads_kv=heads_kv, len_k=150, dtype=BF16)

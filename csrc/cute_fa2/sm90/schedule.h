@@ -14,8 +14,9 @@
 namespace flash_cute::sm90 {
 
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
-// longer tile has the shorter one next. Each section of some length begins anew and with another
-// block, so that its last round, in which there is not a tile for everybody, favours others.
+// longer tile has the shorter one next. Under a mask each section of some length begins anew and
+// with another block, so that its last round, in which there is not a tile for everybody, favours
+// others.
 class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
