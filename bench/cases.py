@@ -128,6 +128,14 @@ def fp16() -> Iterator[Case]:
             yield square(4, 4096, heads, head_dim, causal, dtype="fp16")
 
 
+def prefill() -> Iterator[Case]:
+    """One prompt at a time: few tiles for a large GPU."""
+    for length in (256, 512, 1024, 2048, 4096):
+        yield square(1, length, 32, 128, causal=True, kv_heads=8)
+        for causal in (False, True):
+            yield square(1, length, 16, 64, causal)
+
+
 def doc() -> Iterator[Case]:
     """One long document with few heads: little parallelism over batch and heads."""
     for causal in (False, True):
@@ -161,5 +169,6 @@ def tuning() -> Iterator[Case]:
 
 
 SUITES = {
-    suite.__name__: suite for suite in (train, quick, decode, fp16, doc, gqa, layouts, tuning)
+    suite.__name__: suite
+    for suite in (train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning)
 }

@@ -38,8 +38,10 @@ TensorView<Pointer> view(const Call& call, int i) {
 #if FLASH_CUTE_ARCH == 90
 using Traits = sm90::FwdTraits<DType::FLASH_CUTE_DTYPE, FwdSm90Config{FLASH_CUTE_TILE}>;
 #else
-struct Traits : sm80::FwdTraits<DType::FLASH_CUTE_DTYPE, FwdConfig{FLASH_CUTE_TILE}> {
-  static constexpr int kMinBlocks = FLASH_CUTE_BLOCKS;
+using TraitsOfTable = sm80::FwdTraits<DType::FLASH_CUTE_DTYPE, FwdConfig{FLASH_CUTE_TILE}>;
+struct Traits : TraitsOfTable {
+  static constexpr int kMinBlocks =
+      FLASH_CUTE_BLOCKS > 0 ? FLASH_CUTE_BLOCKS : TraitsOfTable::kMinBlocks;
 };
 #endif
 

@@ -158,10 +158,12 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // 1.21 1.26. O from registers: 2, 128, 4, products: 0.95 0.90 0.96 1.03; 2, 192, 3, products:
     // 0.81 0.85 0.98 1.03
     {{64, 4, 64, 6, 2, Turns::kNone}, true, true},
+    {{64, 2, 128, 4, 2, Turns::kProducts}, true, true},
     // 1.14 1.16 1.40 1.54. In another run 1.08 1.16 1.34 1.53; none: 1.10 1.12 1.29 1.48; softmax:
     // 1.10 1.11 1.19 1.39. 4, 48, 4, none: 1.21 1.20 1.31 1.43. 3, 80, 3, products: 1.15 1.11 1.33
     // 1.48. 2, 128, 2, products: 1.09 1.08 1.17 1.31. 3 x 128 and 4 x 64 spill
     {{96, 3, 96, 3, 2, Turns::kProducts}, true, true},
+    {{96, 4, 48, 4, 2, Turns::kNone}, true, true},
     // At N 4096, where it serves: 1.13 1.26. In another run, at both: 0.94 0.98 1.16 1.30; in turns
     // at products: 0.95 0.98 1.13 1.26. 3, 64, 3 and one stage of Q, none: 0.96 0.99 1.09 1.31. 3,
     // 80, 2, products: 0.94 0.94 1.12 1.29. 3 x 96 spills
@@ -183,23 +185,29 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
 };
 
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1. Of several it is the
-// first whose tiles of `len_q` rows have at most a sixteenth more than the smallest such would
-// have. (That heads may be packed, and that a GPU may have few tiles, is left out of account.)
-constexpr int select_fwd_sm90(int head_dim, MaskKind mask, int len_q) {
+// first that takes a multiprocessor at most a sixteenth more rows than another would: so long
+// sequences get large tiles, and few queries small ones, that more multiprocessors share.
+// `tiles_of` tells how many tiles of so many rows the call has. Under a mask they have half of the
+// keys in the mean, so that of two for each multiprocessor no one has more than the longest alone.
+template <class TilesOf>
+constexpr int select_fwd_sm90(int head_dim, MaskKind mask, int multiprocessors,
+                              const TilesOf& tiles_of) {
   const auto serves = [&](const FwdSm90Row& row) {
     return row.config.head_dim == head_dim && row.serves(mask);
   };
-  const auto rows_of_tiles = [&](const FwdSm90Row& row) {
-    const int64_t block_m = row.config.block_m();
-    return (len_q + block_m - 1) / block_m * block_m;
+  const auto rows_in_turn = [&](const FwdSm90Row& row) {  // times the multiprocessors
+    const int64_t block_m = row.config.block_m(), places = multiprocessors;
+    const int64_t tiles = tiles_of(row.config.block_m());
+    const int64_t whole_rounds = (tiles + places - 1) / places * places;
+    return block_m * (mask == MaskKind::kFull ? whole_rounds : std::max(tiles, 2 * places));
   };
   int64_t fewest = std::numeric_limits<int64_t>::max();
   for (const FwdSm90Row& row : kFwdSm90) {
-    if (serves(row)) fewest = std::min(fewest, rows_of_tiles(row));
+    if (serves(row)) fewest = std::min(fewest, rows_in_turn(row));
   }
   int index = 0;
   for (const FwdSm90Row& row : kFwdSm90) {
-    if (serves(row) && 16 * rows_of_tiles(row) <= 17 * fewest) return index;
+    if (serves(row) && rows_in_turn(row) - fewest <= fewest / 16) return index;
     ++index;
   }
   return -1;

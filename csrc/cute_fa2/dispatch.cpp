@@ -67,6 +67,12 @@ std::string why_sm90_cannot_read(const FwdParams& params) {
   return reason;
 }
 
+// The SM90 tile for a call, as a row of kFwdSm90, or -1.
+int select_row_sm90(const FwdParams& params, MaskKind mask, int device) {
+  return select_fwd_sm90(built_for(params.head_dim), mask, multiprocessors_of(device),
+                         [&](int block_m) { return tiles_of(params, block_m); });
+}
+
 // Why the SM90 kernels cannot serve the call on `device`, or nothing.
 std::string why_not_sm90(const FwdParams& params, MaskKind mask, const Choices& choices,
                          int device) {
@@ -76,7 +82,7 @@ std::string why_not_sm90(const FwdParams& params, MaskKind mask, const Choices& 
   }
   if (choices.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (choices.splits > 1) return "the kernels of sm80 alone split the keys";
-  if (select_fwd_sm90(built_for(params.head_dim), mask, params.len_q) < 0) {
+  if (select_row_sm90(params, mask, device) < 0) {
     return "there is no tile for it";
   }
   return why_sm90_cannot_read(params);
@@ -122,7 +128,7 @@ void launch_sm90(const FwdParams& params, DType dtype, MaskKind mask, int device
                  cudaStream_t stream) {
   with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
     if constexpr (kSm90IsBuilt) {
-      const int row = select_fwd_sm90(head_dim, mask, params.len_q);
+      const int row = select_row_sm90(params, mask, device);
       launch_fwd_sm90<dtype(), head_dim(), mask()>(params, row, device, stream);
     }
   });
@@ -205,7 +211,7 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choic
   const KeySplits splits = choose_splits(params, kFwdSm80[row], multiprocessors, choices.splits);
   // SM90's do not split keys, which is no loss where they keep the GPU busy all the same.
   const bool sm90_would_idle =
-      splits.count > 1 && 2 * tiles_of(params, kFwdSm80[row]) <= multiprocessors;
+      splits.count > 1 && 2 * tiles_of(params, kFwdSm80[row].config.block_m) <= multiprocessors;
   if (arch != 80) {
     std::string why_not = why_not_sm90(params, mask, choices, device);
     try {

@@ -81,8 +81,7 @@ int64_t rows_of_splits(const FwdParams& params) { return params.splits.count * r
 
 }  // namespace
 
-int64_t tiles_of(const FwdParams& params, const FwdRow& row) {
-  const int block_m = row.config.block_m;
+int64_t tiles_of(const FwdParams& params, int block_m) {
   return QueryRows::make(params, block_m).tiles(params, block_m);
 }
 
@@ -94,9 +93,9 @@ KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multipro
   const bool is_window = params.band_begin > 1 - params.len_q;
   KeySplits splits = blocks.in_parts(asked);
   if (asked == 0 && !is_window) {
-    splits =
-        Cost{tiles_of(params, row), rows_of(params), blocks, multiprocessors, row.blocks_per_sm}
-            .best();
+    splits = Cost{tiles_of(params, row.config.block_m), rows_of(params), blocks, multiprocessors,
+                  row.blocks_per_sm}
+                 .best();
   }
   if (splits.count > 1) check_grid(rows_of(params));  // of combine_splits
   return splits;

@@ -11,8 +11,8 @@
 
 namespace flash_cute {
 
-// How many tiles of `row` a call has, its keys being whole.
-int64_t tiles_of(const FwdParams& params, const FwdRow& row);
+// How many tiles of `block_m` rows a call has, its keys being whole.
+int64_t tiles_of(const FwdParams& params, int block_m);
 
 // How the tiles of `row` best split the keys on a device of so many multiprocessors; `asked`: into
 // at most how many parts instead, or 0. Where to put what comes of the parts is left open.

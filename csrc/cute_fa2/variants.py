@@ -78,16 +78,21 @@ def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     architecture are translated to, machine code and PTX."""
     forward = re.match(r"fwd_(sm\d+)_hdim(\d+)_", source.name)
     if forward and forward[1] == "sm90":
-        return f"-gencode=arch=compute_90a,code={SM90_CODE}"
+        return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *sm90_macros(int(forward[2]))])
     flags = [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]
     return shlex.join([*flags, *(ptxas_flags(int(forward[2])) if forward else [])])
 
 
+def sm90_macros(head_dim: int) -> list[str]:
+    """Head dim 96 has tiles of 48 keys. CUTLASS hides products of so many columns, as the header
+    that has them takes long to compile."""
+    return ["-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"] if head_dim == 96 else []
+
+
 def ptxas_flags(head_dim: int) -> list[str]:
-    """Of the SM80 kernels. The tiles of head dims 64 and 128 fill the register file: told to
-    economise, ptxas keeps everything in it on every chip. For the others its default does better.
-    """
-    return ["-Xptxas=--register-usage-level=7"] if head_dim in (64, 128) else []
+    """Of the SM80 kernels. The tiles up to head dim 128 fill the register file: told to economise,
+    ptxas keeps everything in it on every chip. For the others its default does better."""
+    return ["-Xptxas=--register-usage-level=7"] if head_dim <= 128 else []
 
 
 def write_if_changed(path: Path, text: str) -> None:

@@ -16,33 +16,45 @@ class TileLoader {
  public:
   CUTE_DEVICE TileLoader(unsigned thread, int head_dim) : thread_(thread), head_dim_(head_dim) {}
 
-  // Issues the copy of `source` (rows, kHeadDim), of which `rows` rows exist (all, if kIsWhole), to
-  // `target`; asynchronous.
-  template <bool kIsWhole, class Source, class Target>
-  CUTE_DEVICE void load(const Source& source, Target&& target, int rows) const {
+  // Where this thread's part begins of tile `index` along the rows of the matrix (rows, head_dim)
+  // at `data`.
+  template <class Element>
+  CUTE_DEVICE const Element* find(const Element* data, int64_t stride_row, int index) const {
     using namespace cute;
-    const auto thread_copy = GmemCopy{}.get_slice(platform::computed_here(thread_, rows));
-    auto from = thread_copy.partition_S(source);  // (8, rows, columns)
-    auto to = thread_copy.partition_D(target);    // (8, rows, columns)
-    // One running pointer in place of an address for each row: 64-bit addresses are what registers
-    // are short of here.
-    auto row = make_tensor(make_gmem_ptr(platform::computed_here(&from(0, 0, 0))),  // (8, columns)
-                           from(_, _0{}, _).layout());
+    // As many rows as may be: what lies beyond is nobody's business here.
+    const auto matrix =
+        make_tensor(make_gmem_ptr(data), make_shape(kMaxLength, size<1>(TileShape{})),
+                    make_stride(stride_row, _1{}));
+    const auto tile = local_tile(matrix, TileShape{}, make_coord(index, _0{}));
+    return &GmemCopy{}.get_slice(thread_).partition_S(tile)(0, 0, 0);
+  }
+
+  // Issues the copy of a tile, of which `rows` rows exist (all, if kIsWhole), to `target`;
+  // asynchronous. `source` is where this thread's part begins, and then where it ends.
+  template <bool kIsWhole, class Element, class Target>
+  CUTE_DEVICE void load(const Element*& source, int64_t stride_row, Target&& target,
+                        int rows) const {
+    using namespace cute;
+    auto to = GmemCopy{}.get_slice(thread_).partition_D(target);  // (8, rows, columns)
+    constexpr int kStep = decltype(size<0>(TileShape{}))::value / decltype(size<1>(to))::value;
     // (8, rows, columns) -> (row, column). Thread 0's are constants, from which those of another
     // thread differ all by the same: what is compared below are constants with what is left.
-    auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));
+    auto at = GmemCopy{}.get_slice(thread_).partition_S(make_identity_tensor(TileShape{}));
     auto beside = GmemCopy{}.get_slice(0).partition_S(make_identity_tensor(TileShape{}));
     const int rows_left = rows - static_cast<int>(get<0>(at(0, 0, 0)));
     const int columns_left = head_dim_ - static_cast<int>(get<1>(at(0, 0, 0)));
     CUTE_UNROLL
-    for (int r = 0; r < size<1>(from); ++r) {
+    for (int r = 0; r < size<1>(to); ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < size<2>(from); ++c) {
+      for (int c = 0; c < size<2>(to); ++c) {
         const bool row_exists = kIsWhole || get<0>(beside(0, r, c)) < rows_left;
-        const bool exists = row_exists && get<1>(beside(0, r, c)) < columns_left;
-        copy(GmemCopy{}.with(exists), row(_, c), to(_, r, c));
+        const int column = get<1>(beside(0, r, c));
+        copy(GmemCopy{}.with(row_exists && column < columns_left),
+             make_tensor(make_gmem_ptr(source + column), Shape<_8>{}), to(_, r, c));
       }
-      row.data() = row.data() + stride<1>(from.layout());
+      // One running pointer in place of an address for each row: 64-bit addresses are what
+      // registers are short of here.
+      source += kStep * stride_row;
     }
   }
 
@@ -87,9 +99,16 @@ class TileLoader {
   int head_dim_;
 };
 
-// Where the main loop gets its K and V tiles from. This one reads plain (batch, heads, rows,
-// head_dim) tensors.
-template <class Traits>
+// What is kept through a loop over blocks of keys, so that less is computed in each step.
+enum class KeptAddresses {
+  kHead,             // where the head's K and V begin
+  kThread,           // where this thread's part of the next block begins
+  kThreadAndTarget,  // that, and where it goes in shared memory
+};
+
+// Where the main loop gets its K and V tiles from: first those of any block, then those of the one
+// before it, and so on. This one reads plain (batch, heads, rows, head_dim) tensors.
+template <class Traits, KeptAddresses kKept>
 class DenseKeysValues {
   using Element = typename Traits::Element;
   using ShapeK = typename Traits::ShapeK;
@@ -104,19 +123,33 @@ class DenseKeysValues {
         keys_(matrix(params.k, batch, kv_head)),
         values_(matrix(params.v, batch, kv_head)) {}
 
+  // To be called before any load: the block that is loaded first.
+  CUTE_DEVICE void start(int n_block) {
+    if constexpr (kKept != KeptAddresses::kHead) {
+      const int head_dim = params_.head_dim;
+      keys_ = Loader<ShapeK>(thread_, head_dim).find(keys_, params_.k.stride_row, n_block);
+      values_ = Loader<ShapeV>(thread_, head_dim).find(values_, params_.v.stride_row, n_block);
+    }
+  }
+
   // The tile of block `n_block`, of which all rows exist if kIsWhole: those of the last block may
   // not.
   template <bool kIsWhole, class Target>
-  CUTE_DEVICE void load_keys(int n_block, Target&& target) const {
+  CUTE_DEVICE void load_keys(int n_block, Target&& target) {
     load<kIsWhole, ShapeK>(keys_, params_.k.stride_row, n_block, target);
   }
   // Rows past the last key become zeros: their weight is 0, but 0 x NaN would be NaN.
   template <bool kIsWhole, class Target>
-  CUTE_DEVICE void load_values(int n_block, Target&& target) const {
+  CUTE_DEVICE void load_values(int n_block, Target&& target) {
     load<kIsWhole, ShapeV>(values_, params_.v.stride_row, n_block, target);
   }
 
  private:
+  template <class Shape>
+  static constexpr int kRows = decltype(cute::size<0>(Shape{}))::value;
+  template <class Shape>
+  using Loader = TileLoader<typename Traits::GmemCopy, Shape>;
+
   // Of one head.
   template <class View>
   static CUTE_DEVICE const Element* matrix(const View& view, int batch, int kv_head) {
@@ -125,22 +158,27 @@ class DenseKeysValues {
   }
 
   template <bool kIsWhole, class Shape, class Target>
-  CUTE_DEVICE void load(const Element* data, int64_t stride_row, int n_block,
-                        Target&& target) const {
-    using namespace cute;
-    // A multiple of the stride, kept through the loop, would hold registers.
-    const auto source = make_tensor(make_gmem_ptr(data), make_shape(len_k_, size<1>(Shape{})),
-                                    make_stride(platform::computed_here(stride_row), _1{}));
-    const TileLoader<typename Traits::GmemCopy, Shape> loader(thread_, params_.head_dim);
-    loader.template load<kIsWhole>(local_tile(source, Shape{}, make_coord(n_block, _0{})), target,
-                                   len_k_ - n_block * size<0>(Shape{}));
+  CUTE_DEVICE void load(const Element*& place, int64_t stride_row, int n_block, Target&& target) {
+    const int rows = len_k_ - n_block * kRows<Shape>;
+    const unsigned thread =
+        kKept == KeptAddresses::kThreadAndTarget ? thread_ : platform::computed_here(thread_, rows);
+    const Loader<Shape> loader(thread, params_.head_dim);
+    if constexpr (kKept == KeptAddresses::kHead) {
+      // A multiple of the stride, kept through the loop, would hold registers.
+      const int64_t stride_here = platform::computed_here(stride_row);
+      const Element* source = platform::computed_here(loader.find(place, stride_here, n_block));
+      loader.template load<kIsWhole>(source, stride_here, target, rows);
+    } else {
+      loader.template load<kIsWhole>(place, stride_row, target, rows);
+      place -= 2 * kRows<Shape> * stride_row;  // from this block's end to where the next begins
+    }
   }
 
   const FwdParams& params_;
   unsigned thread_;
   int len_k_;
-  const Element* keys_;
-  const Element* values_;
+  const Element* keys_;    // as kKept says
+  const Element* values_;  // likewise
 };
 
 }  // namespace flash_cute

@@ -19,7 +19,13 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm80::Arguments;
-  using KeysValues = DenseKeysValues<Traits>;
+  // As many as are faster (README.md): with more, ptxas finds a worse order of instructions, or
+  // spills.
+  static constexpr KeptAddresses kKeptAddresses =
+      Traits::kScoresAhead                                    ? KeptAddresses::kThreadAndTarget
+      : kMask == MaskKind::kBanded && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
+                                                              : KeptAddresses::kHead;
+  using KeysValues = DenseKeysValues<Traits, kKeptAddresses>;
   using Mainloop = FwdMainloop<Traits, kMask, KeysValues>;
   using Epilogue = FwdEpilogue<Traits>;
 
@@ -31,9 +37,9 @@ struct FwdKernel {
     const Sequence sequence(params, tile.split);
     const Mask<kMask> mask(params, sequence, query_rows);
 
-    const KeysValues keys_values(params, tile.batch,
-                                 platform::same_in_warp(query_rows.kv_head(tile.head)),
-                                 sequence.len_k, platform::thread_index());
+    KeysValues keys_values(params, tile.batch,
+                           platform::same_in_warp(query_rows.kv_head(tile.head)), sequence.len_k,
+                           platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});

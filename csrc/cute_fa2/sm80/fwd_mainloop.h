@@ -65,8 +65,8 @@ class FwdMainloop {
     // With scores ahead: S of all rows and of the block that is next to be worked on.
     decltype(cute::partition_fragment_C(TiledMma{}, ShapeS{})) tSrS_all;  // (4, MMA_M, N / 8)
     // Whether a row may rise by the block's scores, of which scores ahead asks before the mask. By
-    // the first block all do.
-    bool may_rise = true;
+    // the first block all do. (A bool, which is a byte, ptxas spills at head dim 64.)
+    int may_rise = 1;
 
     // As LoadQ writes it: (ldmatrix, MMA_M, D / 16).
     CUTE_DEVICE auto tXrQ() { return LoadQ{}.get_slice(0).retile_D(tSrQ); }
@@ -75,7 +75,7 @@ class FwdMainloop {
  public:
   using Softmax = OnlineSoftmax<kRows>;
 
-  CUTE_DEVICE FwdMainloop(const Arguments& arguments, TileCoord tile, const KeysValues& keys_values,
+  CUTE_DEVICE FwdMainloop(const Arguments& arguments, TileCoord tile, KeysValues& keys_values,
                           const Mask<kMask>& mask, int len_q, SharedMemory& smem, Softmax& softmax)
       : arguments_(arguments),
         tile_(tile),
@@ -165,17 +165,21 @@ class FwdMainloop {
   CUTE_DEVICE auto sQ() const {  // (kBlockM, kHeadDim)
     return make_tensor(cute::make_smem_ptr(smem_.q), typename Traits::SmemLayoutQ{});
   }
-  // Block n_block of the keys lives in stage n_block % kStages.
+  // Block n_block of the keys lives in stage n_block % kStages. (Not negative: so the remainder
+  // takes one instruction.)
+  static CUTE_DEVICE unsigned stage(int n_block) {
+    return static_cast<unsigned>(n_block) % Traits::kStages;
+  }
   CUTE_DEVICE auto sK(int n_block) const {  // (kBlockN, kHeadDim)
-    return make_tensor(cute::make_smem_ptr(smem_.k[n_block % Traits::kStages]),
+    return make_tensor(cute::make_smem_ptr(smem_.k[stage(n_block)]),
                        typename Traits::SmemLayoutK{});
   }
   CUTE_DEVICE auto sV(int n_block) const {  // (kBlockN, kHeadDimV)
-    return make_tensor(cute::make_smem_ptr(smem_.v[n_block % Traits::kStages]),
+    return make_tensor(cute::make_smem_ptr(smem_.v[stage(n_block)]),
                        typename Traits::SmemLayoutV{});
   }
   CUTE_DEVICE auto sVt(int n_block) const {  // (kHeadDimV, kBlockN), the same elements
-    return make_tensor(cute::make_smem_ptr(smem_.v[n_block % Traits::kStages]),
+    return make_tensor(cute::make_smem_ptr(smem_.v[stage(n_block)]),
                        typename Traits::SmemLayoutVt{});
   }
 
@@ -196,6 +200,7 @@ class FwdMainloop {
     const TileLoader<typename Traits::GmemCopy, typename Traits::ShapeQ> loader_q(thread_,
                                                                                   params.head_dim);
     loader_q.load_rows(params.q, arguments_.query_rows, tile_, row0_, len_q_, sQ());
+    keys_values_.start(n_block);
     load_keys<false>(n_block);
     platform::commit_copies();
     if constexpr (kScoresAhead) {
@@ -259,7 +264,7 @@ class FwdMainloop {
       fragments.may_rise = softmax_.template may_rise<Rows::kFirstRow>(scores);
     }
     const bool rises = softmax_.template raise<Rows::kFirstRow>(
-        scores, fragments.may_rise, is_first,
+        scores, fragments.may_rise != 0, is_first,
         row_holders<Traits>(smem_, platform::computed_here(thread_)));
     // Before the first block O is 0.
     if (rises && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
@@ -414,7 +419,7 @@ class FwdMainloop {
 
   const Arguments& arguments_;
   TileCoord tile_;
-  const KeysValues& keys_values_;
+  KeysValues& keys_values_;
   const Mask<kMask>& mask_;
   int len_q_;
   SharedMemory& smem_;

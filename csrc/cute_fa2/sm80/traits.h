@@ -26,9 +26,10 @@ struct FwdTraits {
   static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kThreads = kConfig.threads();
-  // Of the launch bounds: 0 says nothing. Even 1, which asks for nothing, makes ptxas spend
-  // registers up to the last, and spill.
-  static constexpr int kMinBlocks = 0;
+  // Of the launch bounds: thread blocks that a multiprocessor is to have registers for, which makes
+  // ptxas spend registers up to the last, with another order of instructions. 0 says nothing. Up to
+  // head dim 128 that is 1% faster (csrc/cute_fa2/README.md), at 256 3% slower.
+  static constexpr int kMinBlocks = kConfig.head_dim <= 128 ? 2 : 0;
   // S of the next key block is computed while the softmax of this one is done
   // (`weigh_and_multiply` in fwd_mainloop.h).
   static constexpr bool kScoresAhead = kConfig.scores_ahead;

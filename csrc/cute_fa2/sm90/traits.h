@@ -44,7 +44,8 @@ struct FwdTraits {
   static_assert(kConsumers >= 2 && kConsumers <= 4);
   static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0);
   // One instruction for all columns. CuTe has the powers of 2, 96 and 192; the other multiples of 8
-  // are in a header that doubles the compile time (CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED).
+  // are in a header that takes long to compile, and that variants.py asks for where they are
+  // needed.
   static_assert(cute::tile_size<1>(MmaS{}) == kBlockN && cute::tile_size<1>(MmaO{}) == kHeadDimV);
 
   // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, one TMA
