@@ -78,7 +78,9 @@ def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     architecture are translated to, machine code and PTX."""
     forward = re.match(r"fwd_(sm\d+)_hdim(\d+)_", source.name)
     if forward and forward[1] == "sm90":
-        return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *sm90_macros(int(forward[2]))])
+        return shlex.join(
+            [f"-gencode=arch=compute_90a,code={SM90_CODE}", *sm90_macros(int(forward[2]))]
+        )
     flags = [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]
     return shlex.join([*flags, *(ptxas_flags(int(forward[2])) if forward else [])])
 

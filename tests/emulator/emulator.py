@@ -162,14 +162,25 @@ class Emulator:
         tiles = json.loads(self._library.describe_build())["tiles"]
         return [tile for tile in tiles if tile["arch"] == f"sm{self.arch}"]
 
-    def tile(self, head_dim: int, len_q: int = 2**30, *, is_banded: bool = False) -> dict[str, Any]:
-        """The row that serves heads of that many elements; of sm90 that for so many queries and
-        such a mask, of sm80 the best."""
+    def tile(
+        self,
+        head_dim: int,
+        len_q: int = 2**30,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        heads_kv: int | None = None,
+        is_banded: bool = False,
+        multiprocessors: int = 132,
+    ) -> dict[str, Any]:
+        """The row that serves heads of that many elements; of sm90 that of such a call, by default
+        of one with more tiles than the device has multiprocessors, of sm80 the best."""
         bucket = min(size for row in self.tiles() if (size := row["head_dim"]) >= head_dim)
         rows = [row for row in self.tiles() if row["head_dim"] == bucket]
         if self.arch == 90:
             masks = "any", "banded" if is_banded else "full"
-            block_m = self._library.block_m_of_sm90(bucket, is_banded, len_q)
+            shape = batch, heads, heads_kv or heads, len_q, bucket
+            block_m = self._library.block_m_of_sm90(*shape, is_banded, multiprocessors)
             rows = [row for row in rows if row["block_m"] == block_m and row["mask"] in masks]
         return rows[0]
 

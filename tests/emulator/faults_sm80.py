@@ -153,7 +153,29 @@ SM80_FAULTS = [
     Fault(
         "load predicate off by one column",
         BOUNDS,
-        [(COPY, "(beside(0, r, c)) < columns_left", "(beside(0, r, c)) <= columns_left")],
+        [(COPY, "column < columns_left", "column <= columns_left")],
+    ),
+    Fault(
+        "address of the next block wrong",
+        f"{BOUNDS}|{WRONG}",
+        [(COPY, "place -= 2 * kRows<Shape>", "place -= kRows<Shape>")],
+    ),
+    Fault(
+        "address of the first block wrong",
+        f"{BOUNDS}|{WRONG}",
+        [
+            (
+                COPY,
+                "find(values_, params_.v.stride_row, n_block)",
+                "find(values_, params_.v.stride_row, 0)",
+            )
+        ],
+    ),
+    Fault(
+        "address of a step's values not kept up",
+        f"{BOUNDS}|{WRONG}",
+        [(COPY, "const Element*& place, int64_t", "const Element* place, int64_t")],
+        head_dim=128,
     ),
     Fault(
         "LSE in base 2",

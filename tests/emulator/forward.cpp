@@ -84,12 +84,6 @@ __attribute__((visibility("default"))) const char* describe_build() {
   return description.c_str();
 }
 
-// Of sm90, how many rows the tiles have of a call with `len_q` queries.
-__attribute__((visibility("default"))) int block_m_of_sm90(int head_dim, int is_banded, int len_q) {
-  const MaskKind mask = is_banded ? MaskKind::kBanded : MaskKind::kFull;
-  return kFwdSm90[select_fwd_sm90(head_dim, mask, len_q)].config.block_m();
-}
-
 // The sizes of a call, with no tensors.
 static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int len_k, int head_dim) {
   FwdParams params{};
@@ -100,6 +94,16 @@ static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int le
   params.len_k = len_k;
   params.head_dim = head_dim;
   return params;
+}
+
+// Of sm90, how many rows the tiles of a call have.
+__attribute__((visibility("default"))) int block_m_of_sm90(int batch, int heads, int heads_kv,
+                                                           int len_q, int head_dim, int is_banded,
+                                                           int multiprocessors) {
+  const FwdParams params = params_of(batch, heads, heads_kv, len_q, 1, head_dim);
+  const MaskKind mask = is_banded ? MaskKind::kBanded : MaskKind::kFull;
+  const auto tiles = [&](int block_m) { return tiles_of(params, block_m); };
+  return kFwdSm90[select_fwd_sm90(head_dim, mask, multiprocessors, tiles)].config.block_m();
 }
 
 // Into how many parts a device of so many multiprocessors, which lends a block `smem_limit` bytes,

@@ -64,7 +64,8 @@ def test_random_calls(hopper, seed):
 @pytest.mark.parametrize("head_dim", [32, 96, 128, 256])
 def test_results_do_not_depend_on_who_is_first(hopper, head_dim, seed, is_causal):
     inputs = random_inputs(1, 3, 400, head_dim, heads_kv=1, len_k=500, dtype=BF16)
-    first = check(hopper[BF16], *map(poisoned, inputs), is_causal)
+    # Up to three multiprocessors, with the same tile.
+    first = check(hopper[BF16], *map(poisoned, inputs), is_causal, multiprocessors=3)
     machine = {"multiprocessors": 1 + seed % 3, "seed": seed}
     other = check(hopper[BF16], *map(poisoned, inputs), is_causal, **machine)
     assert all(map(torch.equal, first[:2], other[:2]))
@@ -160,44 +161,46 @@ def test_keys_beyond_2_to_the_31_elements(hopper):
 @pytest.mark.parametrize("mask", ["full", "banded"])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_counts(hopper, head_dim, mask):
-    """Of each row of the tile table, which serves as many queries as it has in a tile."""
+    """Of each row of the tile table, which serves two heads with as many queries as it has in a
+    tile."""
     rows = [row for row in hopper[BF16].tiles() if row["head_dim"] == head_dim]
     for row in rows:
         if row["mask"] in ("any", mask):
-            assert hopper[BF16].tile(head_dim, row["block_m"], is_banded=mask == "banded") == row
+            call = {"heads": 2, "is_banded": mask == "banded", "multiprocessors": 1}
+            assert hopper[BF16].tile(head_dim, row["block_m"], **call) == row
             check_counts(hopper[BF16], row, mask)
 
 
 def check_counts(emulator, tile, mask):
-    head_dim, key_blocks = tile["head_dim"], 3
+    heads, head_dim, key_blocks = 2, tile["head_dim"], 3
     m, n = tile["block_m"], key_blocks * tile["block_n"]
-    inputs = random_inputs(1, 1, m, head_dim, len_k=n, dtype=BF16)
+    inputs = random_inputs(1, heads, m, head_dim, len_k=n, dtype=BF16)
     # Under a mask that keeps the last key from the first query.
     band = {"window_right": 0, "diagonal_offset": n - 2} if mask == "banded" else {}
-    counters = check(emulator, *map(poisoned, inputs), **band)[2]
+    counters = check(emulator, *map(poisoned, inputs), **band, multiprocessors=1)[2]
     # The copy engine reads each element once, threads read none.
-    assert counters.box_bytes == (m + 2 * n) * head_dim * 2
+    assert counters.box_bytes == heads * (m + 2 * n) * head_dim * 2
     assert counters.global_reads_16 == counters.global_reads == 0
     # It writes each once as well, from where it lies in shared memory once. Threads write the LSE.
-    assert counters.box_bytes_out == m * head_dim * 2
-    assert counters.store_matrix.wavefronts == m * head_dim * 2 // 128
-    assert (counters.global_writes_16, counters.global_writes) == (0, m)
-    # The producer tells each consumer of the tile and of the end, in 16 bytes that g++ takes for
+    assert counters.box_bytes_out == heads * m * head_dim * 2
+    assert counters.store_matrix.wavefronts == heads * m * head_dim * 2 // 128
+    assert (counters.global_writes_16, counters.global_writes) == (0, heads * m)
+    # The producer tells each consumer of the tiles and of the end, in 16 bytes that g++ takes for
     # four words; its four warps read that.
-    told = 2 * 4 * m // 64
+    told = (heads + 1) * 4 * m // 64
     assert (counters.store.wavefronts, counters.load.wavefronts) == (told, 4 * told)
     assert {access: getattr(counters, access).conflicts for access in ACCESSES} == dict.fromkeys(
         ACCESSES, 0
     )
     # 16 deep each: along the head for S, along the keys for O.
-    assert counters.products == m // 16 * (key_blocks * head_dim // 16 + n // 16)
+    assert counters.products == heads * m // 16 * (key_blocks * head_dim // 16 + n // 16)
     assert counters.block_barriers == 1
 
 
 @pytest.mark.parametrize("len_q", [1, 64, 65, 300])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_consumers_without_rows_multiply_nothing(hopper, head_dim, len_q):
-    n = 2 * hopper[BF16].tile(head_dim, len_q)["block_n"]
+    n = 2 * hopper[BF16].tile(head_dim, len_q, multiprocessors=1)["block_n"]
     inputs = random_inputs(1, 1, len_q, head_dim, len_k=n, dtype=BF16)
     counters = check(hopper[BF16], *map(poisoned, inputs), multiprocessors=1)[2]
     warps = 4 * math.ceil(len_q / 64)
@@ -209,6 +212,7 @@ def test_products_under_a_causal_mask(hopper, head_dim):
     """Each consumer stops at the last block of which its 64 rows see a key."""
     tile = hopper[BF16].tile(head_dim, is_banded=True)
     m, n = 2 * tile["block_m"], tile["block_n"]
+    assert hopper[BF16].tile(head_dim, m, is_banded=True, multiprocessors=1) == tile
     inputs = random_inputs(1, 1, m, head_dim, dtype=BF16)
     counters = check(hopper[BF16], *map(poisoned, inputs), True, multiprocessors=1)[2]
     blocks = sum(math.ceil(end / n) for end in range(64, m + 1, 64))

@@ -111,7 +111,12 @@ def time_taken(
     tile takes a time of 1 for each block of keys, and of sm90 for each consumer. (For a head's
     last tile, if it has few rows, sm80 may take half of that; its order takes no account of it.)
     Each tile has one block."""
-    tile = kernels.tile(head_dim, len_q, is_banded=(window_left, window_right) != (-1, -1))
+    tile = kernels.tile(
+        *(head_dim, len_q),
+        **{"batch": batch, "heads": heads, "heads_kv": heads_kv},
+        is_banded=(window_left, window_right) != (-1, -1),
+        multiprocessors=multiprocessors,
+    )
     if kernels.arch == 80:
         (tile,) = (t for t in ops.tiles_for(smem_kb << 10) if t["head_dim"] == head_dim)
     m, n = tile["block_m"], tile["block_n"]

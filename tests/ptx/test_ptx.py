@@ -53,11 +53,13 @@ def test_other_rows_of_the_tile_table(sm80, head_dim, smem_limit, is_causal):
 
 
 @BOTH_MASKS
-def test_other_rows_of_sm90(sm90, is_causal):
-    """By the queries: these are more for the tiles that serve those above."""
-    inputs = random_inputs(1, 1, 150, 128, len_k=140, dtype=BF16)
-    rows = [sm90[BF16].tile(128, len_q, is_banded=is_causal) for len_q in (150, 200)]
-    assert rows[0] != rows[1]
+@pytest.mark.parametrize("head_dim, len_q", [(64, 100), (96, 150), (128, 150)])
+def test_other_rows_of_sm90(sm90, head_dim, len_q, is_causal):
+    """Than those which `test_sm90` has."""
+    call = {"heads": 2, "is_banded": is_causal, "multiprocessors": 1}
+    other = sm90[BF16].tile(head_dim, 200, heads_kv=1, **call)
+    assert sm90[BF16].tile(head_dim, len_q, **call) != other
+    inputs = random_inputs(1, 2, len_q, head_dim, len_k=140, dtype=BF16)
     check(sm90[BF16], *map(poisoned, inputs), is_causal, multiprocessors=1)
 
 
