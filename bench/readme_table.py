@@ -70,21 +70,20 @@ def speed(result: Result) -> str:
 
 
 def points(result: Result) -> str:
-    """A line per case, a column per provider: TFLOP/s, or microseconds for a single query."""
+    """A line per case, a column per provider: microseconds."""
     providers = providers_of(result["rows"])
-    decoding = all(row["q_len"] == 1 for row in result["rows"])
 
     def text(row: dict[str, Any] | None) -> str:
         if row is None or row.get("ms") is None:
             return "-"
-        return f"{row['ms'] * 1e3:.0f}" if decoding else f"{row['tflops']:.0f}"
+        microseconds = row["ms"] * 1e3
+        return f"{microseconds:.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
 
     lines = [
         [name, *(text(cells.get(provider)) for provider in providers)]
         for name, cells in by_case(result["rows"]).items()
     ]
-    unit = "microseconds" if decoding else "TFLOP/s"
-    return f"{markdown([unit, *map(_label, providers)], lines)}\n\n{source(result)}"
+    return f"{markdown(['microseconds', *map(_label, providers)], lines)}\n\n{source(result)}"
 
 
 def host_time(result: Result) -> str:
@@ -111,6 +110,7 @@ def memory(result: Result) -> str:
 
 RENDERERS: dict[str, Callable[[Result], str]] = {
     "train": speed,
+    "prefill": points,
     "decode": points,
     "host_time": host_time,
     "memory": memory,

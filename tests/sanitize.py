@@ -15,15 +15,21 @@ from flash_cute import ops
 SMALL_SHARED_MEMORY = 101376  # what sm_86, sm_89 and sm_120 lend a block
 
 #: (Hq, Hkv, Nq, Nk, causal): ragged on both sides, one and several key blocks, rows that see no
-#: key; one query, of heads that share tiles; more tiles than a GPU has multiprocessors.
+#: key; one query, and several, of heads that share tiles.
 SHAPES = [
     (2, 1, 200, 200, True),
     (2, 1, 70, 193, False),
     (2, 1, 130, 33, True),
     (8, 2, 1, 193, False),
-    (160, 80, 130, 129, False),
-    (160, 80, 130, 129, True),
+    (20, 1, 3, 70, True),
+    (40, 1, 2, 70, False),
 ]
+#: More tiles than a GPU has multiprocessors; with these lengths each tile of sm90 has its turn on
+#: an H100 or H200.
+LARGE_SHAPES = [
+    (264, 132, len_q, 129, is_causal) for len_q in (130, 200) for is_causal in (False, True)
+]
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 def main() -> None:
@@ -32,29 +38,30 @@ def main() -> None:
     knows_out = sys.argv[1:] != ["initcheck"]
     build = ops.build_info()
     has_sm90 = torch.cuda.get_device_capability()[0] == 9 and "sm_90a" in build["archs"]
-    for head_dim, (heads, heads_kv, len_q, len_k, is_causal) in itertools.product(
-        [*build["head_dims"], 72, 100], SHAPES
-    ):
-        for dtype in (torch.float16, torch.bfloat16):
-            q = torch.randn(1, heads, len_q, head_dim).to("cuda", dtype)
-            k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", dtype)
-            window_right = 0 if is_causal else -1
-            band = (-1, window_right, len_k - len_q)
+    for head_dim, shape, dtype in [
+        *itertools.product([*build["head_dims"], 72, 100], SHAPES, DTYPES),
+        *itertools.product(build["head_dims"], LARGE_SHAPES, DTYPES[1:]),
+    ]:
+        heads, heads_kv, len_q, len_k, is_causal = shape
+        q = torch.randn(1, heads, len_q, head_dim).to("cuda", dtype)
+        k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", dtype)
+        window_right = 0 if is_causal else -1
+        band = (-1, window_right, len_k - len_q)
+        assert_close(
+            flash_cute.forward(q, k, v, is_causal, -0.1, arch="sm80"),
+            ops.fwd(q, k, v, -0.1, *band, SMALL_SHARED_MEMORY),
+        )
+        if len_k > 128:  # more than one block
             assert_close(
-                flash_cute.forward(q, k, v, is_causal, -0.1, arch="sm80"),
-                ops.fwd(q, k, v, -0.1, *band, SMALL_SHARED_MEMORY),
+                ops.fwd(q, k, v, -0.1, *band, splits=2),
+                ops.fwd(q, k, v, -0.1, *band, splits=1),
             )
-            if len_k > 128:  # more than one block
-                assert_close(
-                    ops.fwd(q, k, v, -0.1, *band, splits=2),
-                    ops.fwd(q, k, v, -0.1, *band, splits=1),
-                )
-            if has_sm90:
-                assert_close(
-                    flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm90"),
-                    flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm80"),
-                    compares_out=knows_out,
-                )
+        if has_sm90:
+            assert_close(
+                flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm90"),
+                flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm80"),
+                compares_out=knows_out,
+            )
     print("all calls done")
 
 
