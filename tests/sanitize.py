@@ -56,7 +56,7 @@ def main() -> None:
                 ops.fwd(q, k, v, -0.1, *band, splits=2),
                 ops.fwd(q, k, v, -0.1, *band, splits=1),
             )
-        if has_sm90:
+        if has_sm90 and (knows_out or head_dim % 8 == 0):  # else `out` is copied, so read
             assert_close(
                 flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm90"),
                 flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm80"),

@@ -114,7 +114,10 @@ def test_models(device, dtype, name, monkeypatch):
 def test_generation_with_a_cache(device, dtype):
     """One query after another, against keys of the ones before."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(CONFIGS["llama"]).to(device, dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS["llama"], attn_implementation="eager"
+    )
+    model = model.to(device, dtype).eval()
     prompt = make_inputs("llama", device, dtype)["input_ids"]
     generate: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     tokens = model.generate(prompt, **generate)
