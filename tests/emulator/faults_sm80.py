@@ -172,7 +172,7 @@ SM80_FAULTS = [
         ],
     ),
     Fault(
-        "address of a step's values not kept up",
+        "address of the next values not kept",
         f"{BOUNDS}|{WRONG}",
         [(COPY, "const Element*& place, int64_t", "const Element* place, int64_t")],
         head_dim=128,
