@@ -239,8 +239,8 @@ struct FwdMainloop {
     CUTE_DEVICE TileCoord next_tile() const {
       TileCoord tile = kNoTile;
       if (hopper::is_first_lane()) tile = smem_.tile[q_.stage][index_];
-      return {platform::same_in_warp(tile.m_block), platform::same_in_warp(tile.head),
-              platform::same_in_warp(tile.batch), 0};
+      return {platform::from_first_lane(tile.m_block), platform::from_first_lane(tile.head),
+              platform::from_first_lane(tile.batch), 0};
     }
 
     // Blocks that this consumer has no use for; its turns pass all the same.
