@@ -3,8 +3,8 @@
 //   FLASH_CUTE_ARCH    80 or 90
 //   FLASH_CUTE_TILE    the members of FwdConfig or FwdSm90Config
 //   FLASH_CUTE_DTYPE   a member of DType
-//   FLASH_CUTE_BLOCKS  thread blocks that a multiprocessor is to have registers for; 0: as in the
-//   table
+//   FLASH_CUTE_BLOCKS  thread blocks that a multiprocessor is to have registers for (of 80); 0: as
+//                      the library has it
 #if FLASH_CUTE_ARCH == 90
 #include "sm90/launch.h"
 #else

@@ -25,7 +25,7 @@ SHAPES = [
     (40, 1, 2, 70, False),
 ]
 #: More tiles than a GPU has multiprocessors; with these lengths each tile of sm90 has its turn on
-#: an H100 or H200.
+#: one of 132.
 LARGE_SHAPES = [
     (264, 132, len_q, 129, is_causal) for len_q in (130, 200) for is_causal in (False, True)
 ]

@@ -45,7 +45,7 @@ def test_every_built_head_dim_has_rows() -> None:
 
 @pytest.mark.parametrize("mask", ["full", "banded"])
 def test_every_head_dim_has_rows_of_sm90(mask: str) -> None:
-    """Of which calls choose one by their queries alone: tests/emulator has each chosen."""
+    """Of which calls choose one by the number of tiles: tests/emulator has each chosen."""
     rows = [row for row in SM90_ROWS if row["mask"] in (mask, "any")]
     assert sorted({row["head_dim"] for row in rows}) == (INFO["head_dims"] if SM90_ROWS else [])
     assert len({(row["head_dim"], row["block_m"]) for row in rows}) == len(rows)

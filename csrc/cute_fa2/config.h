@@ -55,27 +55,24 @@ struct FwdRow {
 // each head dim fits 99 KB.
 //
 // Beside a row: its speed on an H200 as a multiple of FlashAttention-2's (PyTorch's SDPA, same run;
-// bf16, B x N = 16384, geometric mean of N = 512, 2048 and 8192, full and causal), then what else
-// was tried, as block_n, key blocks in shared memory: speed. (Two key blocks without scores ahead,
-// their barriers fewer by one a step, is a form that the main loop no longer has.) All but the
-// first of head dim 256 before O was rescaled only on a rise of 2^8 (online_softmax.h), which gave
-// 4% at head dim 64, 5.5% at 128 and nothing at 256, and before other changes;
-// bench/results/train.json has the speed of the rows for 64, 128 and 256 as they are now.
+// bf16, B x N = 16384), as it was when last timed while tuning: "12" is the geometric mean of N 512
+// to 16384, full and causal, "4" that of N 512 and 4096; bench/results/train.json and tuning.json
+// have the speed of each head dim's first row as it is. What else was tried, as block_n, key blocks
+// in shared memory: speed, is the mean of N 512, 2048 and 8192 from before most of what README.md
+// lists, when the first rows of head dims 64, 96 and 128 had 1.03, 0.97 and 1.06. (Two key blocks
+// without scores ahead, their barriers fewer by one a step, is a form that the main loop no longer
+// has.)
 inline constexpr FwdRow kFwdSm80[] = {
     // head_dim, block_m, block_n, row_warps, scores_ahead (, column_warps), blocks_per_sm
-    // Not timed with scores ahead; without, with Q in registers and two key blocks: 1.13. 64, 2:
-    // 1.05.
-    {{32, 128, 128, 4, true}, 2},
-    // Likewise: 1.03. 64, 1: 1.00; 80, 2: 1.01; 96, 2: 1.02; Q in shared memory: 0.98.
-    {{64, 128, 64, 4, true}, 2},
-    {{96, 128, 64, 4, false}, 2},   // 0.97. 64, 2: 0.93
-    {{128, 128, 64, 4, false}, 2},  // 1.06. 64, 2: 1.06, and too large for sm_80; 48, 2: 0.98
-    {{128, 128, 32, 4, false}, 2},  // 0.90
-    // Not timed. The same tile in 4 warps of 16 rows was 1.04, and with 48, 2 so 0.97.
-    {{192, 64, 64, 2, false, 2}, 2},
-    {{192, 128, 64, 8, false}, 1},     // 0.93
-    {{256, 64, 64, 2, false, 2}, 2},   // 1.11 over all lengths. In 4 x 1 warps: 1.09
-    {{256, 128, 64, 4, false, 2}, 1},  // not timed. In 8 warps of 16 rows: 0.93
+    {{32, 128, 128, 4, true}, 2},      // 4: 1.30. 64, 2: 1.05 where 128, 2 was 1.13
+    {{64, 128, 64, 4, true}, 2},       // 12: 1.21. 64, 1: 1.00; 80, 2: 1.01; 96, 2: 1.02
+    {{96, 128, 64, 4, false}, 2},      // 4: 1.12. 64, 2: 0.93
+    {{128, 128, 64, 4, false}, 2},     // 12: 1.20. 64, 2: 1.06, too large for sm_80; 48, 2: 0.98
+    {{128, 128, 32, 4, false}, 2},     // 0.90 then
+    {{192, 64, 64, 2, false, 2}, 2},   // 4: 1.11. In 4 warps of 16 rows: 1.04; with 48, 2 so 0.97
+    {{192, 128, 64, 8, false}, 1},     // 0.93 then
+    {{256, 64, 64, 2, false, 2}, 2},   // 12: 1.15. In 4 x 1 warps: 1.09 where it was 1.11
+    {{256, 128, 64, 4, false, 2}, 1},  // not timed. In 8 warps of 16 rows: 0.93 then
     {{256, 64, 64, 4, false}, 1},      // not timed with one block on a multiprocessor
 };
 
@@ -138,17 +135,18 @@ struct FwdSm90Config {
 
 struct FwdSm90Row {
   FwdSm90Config config;
-  bool full;    // serves MaskKind::kFull
-  bool banded;  // serves MaskKind::kBanded
+  bool full;           // serves MaskKind::kFull
+  bool banded;         // serves MaskKind::kBanded
+  int row_cost = 100;  // time of a query row, in per cent of that in the head dim's first tile
 
   constexpr bool serves(MaskKind mask) const { return mask == MaskKind::kFull ? full : banded; }
 };
 
 // Beside a head dim: its speed on an H200 as a multiple of cuDNN's (PyTorch's SDPA, same run; bf16,
-// B x N = 16384): of N 512 full, N 512 causal, N 4096 full, N 4096 causal, from
-// bench/results/tuning.json. Then what else was tried, as consumers, block_n, stages, turns, from
-// other runs, of which there is no file. "O from registers" is how an epilogue before this one
-// stored it: up to 6% slower at N 512 (csrc README).
+// B x N = 16384): of N 512 full, N 512 causal, N 4096 full, N 4096 causal, as it was when the row
+// was chosen; bench/results/tuning.json has the speed as it is. Then what else was tried, as
+// consumers, block_n, stages, turns, from other runs, of which there is no file. "O from registers"
+// is how an epilogue before this one stored it: up to 6% slower at N 512 (csrc README).
 inline constexpr FwdSm90Row kFwdSm90[] = {
     // head_dim, consumers, block_n, stages, q_stages, turns, full, banded
     // 1.46 1.35 1.44 1.43. 3, 128, 3, products: 1.27 1.07 1.44 1.37. 4 x 96 and 4 x 128 spill
@@ -158,12 +156,15 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // 1.21 1.26. O from registers: 2, 128, 4, products: 0.95 0.90 0.96 1.03; 2, 192, 3, products:
     // 0.81 0.85 0.98 1.03
     {{64, 4, 64, 6, 2, Turns::kNone}, true, true},
-    {{64, 2, 128, 4, 2, Turns::kProducts}, true, true},
+    // For few tiles, with fewer rows each: README.md, Ideas for sm90.
+    {{64, 2, 128, 4, 2, Turns::kProducts}, true, true, 122},
     // 1.14 1.16 1.40 1.54. In another run 1.08 1.16 1.34 1.53; none: 1.10 1.12 1.29 1.48; softmax:
-    // 1.10 1.11 1.19 1.39. 4, 48, 4, none: 1.21 1.20 1.31 1.43. 3, 80, 3, products: 1.15 1.11 1.33
-    // 1.48. 2, 128, 2, products: 1.09 1.08 1.17 1.31. 3 x 128 and 4 x 64 spill
+    // 1.10 1.11 1.19 1.39. 3, 80, 3, products: 1.15 1.11 1.33 1.48. 2, 128, 2, products: 1.09 1.08
+    // 1.17 1.31. 3 x 128 and 4 x 64 spill
     {{96, 3, 96, 3, 2, Turns::kProducts}, true, true},
-    {{96, 4, 48, 4, 2, Turns::kNone}, true, true},
+    // For N 512, which has three tiles of 192 rows or two of 256: 1.21 1.20 1.33 1.47, where the
+    // former had 1.14 1.16 1.33 1.51.
+    {{96, 4, 48, 4, 2, Turns::kNone}, true, true, 103},
     // At N 4096, where it serves: 1.13 1.26. In another run, at both: 0.94 0.98 1.16 1.30; in turns
     // at products: 0.95 0.98 1.13 1.26. 3, 64, 3 and one stage of Q, none: 0.96 0.99 1.09 1.31. 3,
     // 80, 2, products: 0.94 0.94 1.12 1.29. 3 x 96 spills
@@ -171,10 +172,11 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // At N 512, where it serves: 1.06 1.04. In another run, at both: 1.06 1.04 1.09 1.24; softmax:
     // 0.99 1.04 1.06 1.17. 2, 64, 4, none: 1.04 1.05 1.04 1.17. 176 keys and one stage of Q,
     // products (O from registers): 0.96 0.80 1.05 1.18
-    {{128, 2, 128, 2, 2, Turns::kProducts}, true, true},
+    {{128, 2, 128, 2, 2, Turns::kProducts}, true, true, 106},
     // 1.08 1.03 1.21 1.26. Softmax under both masks: 1.08 1.00 1.22 1.21. O from registers:
     // products 1.07 0.96 1.19 1.29, none 0.97 0.93 1.14 1.13; 112 keys, products 1.09 0.92 1.23
-    // 1.28. 3 x 48 and 3 x 64 spill
+    // 1.28. 64, 3, products: 1.11 1.03 1.17 1.25 where these were 1.08 1.00 1.24 1.27. 3 x 48 and
+    // 3 x 64 spill
     {{192, 2, 96, 2, 1, Turns::kSoftmax}, true, false},
     {{192, 2, 96, 2, 1, Turns::kProducts}, false, true},
     // 1.15 0.94 1.21 1.29; at N 512 causal with sections that left blocks without tiles
@@ -184,33 +186,37 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     {{256, 2, 64, 2, 1, Turns::kSoftmax}, false, true},
 };
 
+// How many rows a query may be in the SM90 kernels, where heads share K and V: a consumer's rows
+// are one box of the copy engine, in which an expanded dimension cannot be.
+inline int most_rows_of_query_sm90(const FwdParams& params) {
+  return params.q.stride_head != 0 ? FwdSm90Config::kConsumerRows : 1;
+}
+
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1. Of several it is the
-// first that takes a multiprocessor at most a sixteenth more rows than another would: so long
-// sequences get large tiles, and few queries small ones, that more multiprocessors share.
-// `tiles_of` tells how many tiles of so many rows the call has. Under a mask they have half of the
-// keys in the mean, so that of two for each multiprocessor no one has more than the longest alone.
+// one that takes a multiprocessor the least time, by its query rows: so long sequences get large
+// tiles, and few queries small ones, that more multiprocessors share. `tiles_of` tells how many
+// tiles of so many rows the call has. Where they are a triangle (causal, with about as many keys as
+// queries) the longest has twice the keys of the mean, and short ones fill the gaps.
 template <class TilesOf>
-constexpr int select_fwd_sm90(int head_dim, MaskKind mask, int multiprocessors,
+constexpr int select_fwd_sm90(int head_dim, MaskKind mask, bool is_triangle, int multiprocessors,
                               const TilesOf& tiles_of) {
-  const auto serves = [&](const FwdSm90Row& row) {
-    return row.config.head_dim == head_dim && row.serves(mask);
-  };
-  const auto rows_in_turn = [&](const FwdSm90Row& row) {  // times the multiprocessors
-    const int64_t block_m = row.config.block_m(), places = multiprocessors;
-    const int64_t tiles = tiles_of(row.config.block_m());
-    const int64_t whole_rounds = (tiles + places - 1) / places * places;
-    return block_m * (mask == MaskKind::kFull ? whole_rounds : std::max(tiles, 2 * places));
-  };
-  int64_t fewest = std::numeric_limits<int64_t>::max();
+  int index = 0, best = -1;
+  int64_t least = std::numeric_limits<int64_t>::max();
   for (const FwdSm90Row& row : kFwdSm90) {
-    if (serves(row)) fewest = std::min(fewest, rows_in_turn(row));
-  }
-  int index = 0;
-  for (const FwdSm90Row& row : kFwdSm90) {
-    if (serves(row) && rows_in_turn(row) - fewest <= fewest / 16) return index;
+    if (row.config.head_dim == head_dim && row.serves(mask)) {
+      const int64_t block_m = row.config.block_m(), places = multiprocessors;
+      const int64_t tiles = tiles_of(row.config.block_m());
+      const int64_t whole_rounds = (tiles + places - 1) / places * places;
+      const int64_t time =
+          row.row_cost * block_m * (is_triangle ? std::max(tiles, 2 * places) : whole_rounds);
+      if (time < least) {
+        least = time;
+        best = index;
+      }
+    }
     ++index;
   }
-  return -1;
+  return best;
 }
 
 }  // namespace flash_cute

@@ -69,8 +69,11 @@ std::string why_sm90_cannot_read(const FwdParams& params) {
 
 // The SM90 tile for a call, as a row of kFwdSm90, or -1.
 int select_row_sm90(const FwdParams& params, MaskKind mask, int device) {
-  return select_fwd_sm90(built_for(params.head_dim), mask, multiprocessors_of(device),
-                         [&](int block_m) { return tiles_of(params, block_m); });
+  const bool is_triangle =
+      mask == MaskKind::kBanded && !is_window(params) && params.len_k < 2 * int64_t{params.len_q};
+  return select_fwd_sm90(
+      built_for(params.head_dim), mask, is_triangle, multiprocessors_of(device),
+      [&](int block_m) { return tiles_of(params, block_m, most_rows_of_query_sm90(params)); });
 }
 
 // Why the SM90 kernels cannot serve the call on `device`, or nothing.

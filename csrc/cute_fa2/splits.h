@@ -11,8 +11,12 @@
 
 namespace flash_cute {
 
-// How many tiles of `block_m` rows a call has, its keys being whole.
-int64_t tiles_of(const FwdParams& params, int block_m);
+// How many tiles of `block_m` rows a call has, its keys being whole; where heads share K and V, a
+// query may be up to `most` rows.
+int64_t tiles_of(const FwdParams& params, int block_m, int64_t most = kMaxLength);
+
+// Whether rows have a first key as well as a last.
+bool is_window(const FwdParams& params);
 
 // How the tiles of `row` best split the keys on a device of so many multiprocessors; `asked`: into
 // at most how many parts instead, or 0. Where to put what comes of the parts is left open.

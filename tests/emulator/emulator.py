@@ -171,16 +171,18 @@ class Emulator:
         heads: int = 1,
         heads_kv: int | None = None,
         is_banded: bool = False,
+        is_triangle: bool | None = None,
         multiprocessors: int = 132,
     ) -> dict[str, Any]:
-        """The row that serves heads of that many elements; of sm90 that of such a call, by default
-        of one with more tiles than the device has multiprocessors, of sm80 the best."""
+        """The row that serves heads of that many elements; of sm90 that of such a call, whose mask
+        if it has one is by default a triangle, of sm80 the best."""
         bucket = min(size for row in self.tiles() if (size := row["head_dim"]) >= head_dim)
         rows = [row for row in self.tiles() if row["head_dim"] == bucket]
         if self.arch == 90:
             masks = "any", "banded" if is_banded else "full"
             shape = batch, heads, heads_kv or heads, len_q, bucket
-            block_m = self._library.block_m_of_sm90(*shape, is_banded, multiprocessors)
+            is_triangle = is_banded if is_triangle is None else is_triangle
+            block_m = self._library.block_m_of_sm90(*shape, is_banded, is_triangle, multiprocessors)
             rows = [row for row in rows if row["block_m"] == block_m and row["mask"] in masks]
         return rows[0]
 

@@ -172,7 +172,7 @@ SM80_FAULTS = [
         ],
     ),
     Fault(
-        "address of the next values not kept",
+        "address of the next block not kept",
         f"{BOUNDS}|{WRONG}",
         [(COPY, "const Element*& place, int64_t", "const Element* place, int64_t")],
         head_dim=128,

@@ -60,6 +60,38 @@ def test_keys_that_are_split_go_to_sm80(default, sm90):
         sm90.forward(q, k, v, SCALE, splits=2)
 
 
+FULL, TRIANGLE = {}, {"is_banded": True}
+BAND = {"is_banded": True, "is_triangle": False}
+
+
+@pytest.mark.parametrize(
+    "head_dim, batch, heads, heads_kv, len_q, mask, block_m",
+    [
+        # On 132 multiprocessors. Of 256 rows 64 tiles, and 128: 128 and 256 of 128 rows.
+        (64, 1, 16, 16, 1024, FULL, 128),
+        (64, 1, 16, 16, 2048, FULL, 256),
+        (64, 1, 16, 16, 2048, TRIANGLE, 128),
+        (64, 1, 16, 16, 2048, BAND, 256),
+        (64, 1, 16, 16, 4096, TRIANGLE, 256),
+        # An eighth less to do, in tiles that take a fifth more time for a row.
+        (64, 16, 32, 32, 1152, FULL, 256),
+        (96, 32, 21, 21, 512, FULL, 256),
+        (96, 32, 21, 21, 512, TRIANGLE, 256),
+        (96, 4, 21, 21, 4096, FULL, 192),
+        (128, 32, 16, 16, 512, FULL, 128),
+        (128, 8, 16, 16, 2048, FULL, 192),
+        (128, 4, 16, 16, 4096, TRIANGLE, 192),
+        # Heads that are rows of one sequence: 64 for a query, but no more.
+        (128, 64, 64, 1, 6, FULL, 192),
+        (128, 64, 128, 1, 64, TRIANGLE, 128),
+    ],
+)
+def test_tiles_of_sm90(sm90, head_dim, batch, heads, heads_kv, len_q, mask, block_m):
+    sizes = {"batch": batch, "heads": heads, "heads_kv": heads_kv}
+    tile = sm90.tile(head_dim, len_q, **sizes, **mask, multiprocessors=132)
+    assert tile["block_m"] == block_m
+
+
 @pytest.mark.parametrize("case", NOT_FOR_SM90)
 def test_what_sm90_cannot_read_goes_to_sm80(default, sm90, case):
     change, scale, reason = NOT_FOR_SM90[case]

@@ -115,6 +115,7 @@ def time_taken(
         *(head_dim, len_q),
         **{"batch": batch, "heads": heads, "heads_kv": heads_kv},
         is_banded=(window_left, window_right) != (-1, -1),
+        is_triangle=window_left < 0 <= window_right,
         multiprocessors=multiprocessors,
     )
     if kernels.arch == 80:

@@ -27,8 +27,8 @@ struct FwdTraits {
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kThreads = kConfig.threads();
   // Of the launch bounds: thread blocks that a multiprocessor is to have registers for, which makes
-  // ptxas spend registers up to the last, with another order of instructions. 0 says nothing. Up to
-  // head dim 128 that is 1% faster (csrc/cute_fa2/README.md), at 256 3% slower.
+  // ptxas spend registers up to the last, with another order of instructions. 0 says nothing. At
+  // head dims 64 to 128 that is 1% faster (csrc/cute_fa2/README.md), at 256 3% slower.
   static constexpr int kMinBlocks = kConfig.head_dim <= 128 ? 2 : 0;
   // S of the next key block is computed while the softmax of this one is done
   // (`weigh_and_multiply` in fwd_mainloop.h).

@@ -18,9 +18,8 @@ namespace sm90 {
 template <class Kernel>
 void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cudaStream_t stream) {
   using Traits = typename Kernel::Traits;
-  // A consumer's rows are one box, in which an expanded dimension cannot be.
-  const QueryRows query_rows = QueryRows::make(
-      params, Traits::kBlockM, params.q.stride_head != 0 ? Traits::kConsumerRows : 1);
+  const QueryRows query_rows =
+      QueryRows::make(params, Traits::kBlockM, most_rows_of_query_sm90(params));
   check_grid(query_rows.tiles(params, Traits::kBlockM));
   bind_context(device);
   auto map_keys = [&](const TensorView<const void*>& view) {
