@@ -27,9 +27,9 @@ Word shuffle_xor(Word value, int lane_mask) {
   return std::bit_cast<Word>(emulator::shuffle(std::bit_cast<uint32_t>(value), lane));
 }
 
-inline int from_first_lane(int value) { return emulator::shuffle(value, 0); }
 inline int same_in_warp(int value) {
-  emulator::require(from_first_lane(value) == value, "has a value of its own in its warp");
+  const uint32_t first = emulator::shuffle(value, 0);
+  emulator::require(first == static_cast<uint32_t>(value), "has a value of its own in its warp");
   return value;
 }
 

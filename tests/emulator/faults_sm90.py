@@ -34,17 +34,6 @@ SM90_VARIANTS = [
 
 SM90_FAULTS = [
     of_sm90(
-        "tile read by all lanes and handed back by one",
-        RACE,
-        SM90_MAINLOOP,
-        "      TileCoord tile = kNoTile;\n"
-        "      if (hopper::is_first_lane()) tile = smem_.tile[q_.stage][index_];\n"
-        "      return {platform::from_first_lane(tile.m_block), "
-        "platform::from_first_lane(tile.head),\n"
-        "              platform::from_first_lane(tile.batch), 0};",
-        "      return smem_.tile[q_.stage][index_];",
-    ),
-    of_sm90(
         "K not waited for",
         f"{RACE}|{UNFINISHED}",
         SM90_MAINLOOP,

@@ -36,11 +36,9 @@ CUTE_DEVICE Word shuffle_xor(Word value, int lane_mask) {
 
 CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 
-// The first lane's value. The compiler knows that it is the same for all threads of the warp, and
-// can keep it, and what is computed from it, in registers that the warp shares.
-CUTE_DEVICE int from_first_lane(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-// Of a value that is the same already, for the compiler to know it.
-CUTE_DEVICE int same_in_warp(int value) { return from_first_lane(value); }
+// A value that is the same for all threads of the warp, with the compiler told so: it can then keep
+// it, and what is computed from it, in registers that the warp shares.
+CUTE_DEVICE int same_in_warp(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // 2^x to about 2 ulp, denormal results flushed to zero: one instruction of the special-function
 // unit.

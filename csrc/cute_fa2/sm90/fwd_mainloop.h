@@ -213,7 +213,7 @@ struct FwdMainloop {
     CUTE_DEVICE bool next(Work& work) {
       while (true) {
         smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
-        work.tile = next_tile();
+        work.tile = smem_.tile[q_.stage][index_];
         if (work.tile.m_block == kNoTile.m_block) return false;
         const Sequence sequence(arguments_.params);
         const Mask<kMask> mask(arguments_.params, sequence, arguments_.query_rows);
@@ -232,15 +232,6 @@ struct FwdMainloop {
         skip_blocks(work.blocks.end - work.blocks.begin);
         release_queries();
       }
-    }
-
-    // As the producer has announced it. One lane reads, the one that will say that the warp is done
-    // with the stage, and it says so behind where the others have heard from it.
-    CUTE_DEVICE TileCoord next_tile() const {
-      TileCoord tile = kNoTile;
-      if (hopper::is_first_lane()) tile = smem_.tile[q_.stage][index_];
-      return {platform::from_first_lane(tile.m_block), platform::from_first_lane(tile.head),
-              platform::from_first_lane(tile.batch), 0};
     }
 
     // Blocks that this consumer has no use for; its turns pass all the same.
@@ -400,6 +391,7 @@ struct FwdMainloop {
     }
 
     CUTE_DEVICE void release_queries() {
+      hopper::sync_warp();  // all lanes have read which tile it was
       release(smem_.q_empty[q_.stage][index_]);
       q_.advance();
     }
