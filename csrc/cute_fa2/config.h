@@ -158,30 +158,35 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     {{64, 4, 64, 6, 2, Turns::kNone}, true, true},
     // For few tiles, with fewer rows each: README.md, Ideas for sm90.
     {{64, 2, 128, 4, 2, Turns::kProducts}, true, true, 122},
-    // 1.14 1.16 1.40 1.54. In another run 1.08 1.16 1.34 1.53; none: 1.10 1.12 1.29 1.48; softmax:
-    // 1.10 1.11 1.19 1.39. 3, 80, 3, products: 1.15 1.11 1.33 1.48. 2, 128, 2, products: 1.09 1.08
-    // 1.17 1.31. 3 x 128 and 4 x 64 spill
-    {{96, 3, 96, 3, 2, Turns::kProducts}, true, true},
-    // For N 512, which has three tiles of 192 rows or two of 256: 1.21 1.20 1.33 1.47, where the
-    // former had 1.14 1.16 1.33 1.51.
-    {{96, 4, 48, 4, 2, Turns::kNone}, true, true, 103},
+    // 1.14 at N 512; at N 4096, where it serves, 1.44. In another run 1.08 1.16 1.34 1.53; none:
+    // 1.10 1.12 1.29 1.48; softmax: 1.10 1.11 1.19 1.39. 2, 128, 2, products: 1.09 1.08 1.17 1.31.
+    // 3 x 128 and 4 x 64 spill
+    {{96, 3, 96, 3, 2, Turns::kProducts}, true, false},
+    // For N 512, of whose keys blocks of 96 waste an eighth: 1.22 1.14 1.30 1.37; none: 1.21 1.17
+    // 1.33 1.40
+    {{96, 4, 48, 4, 2, Turns::kProducts}, true, false, 110},
+    // 1.19 1.23 1.38 1.48, all in one run with the two above. 5 stages: 1.20 1.25 1.37 1.46. In
+    // turns at products, from another run: 1.20 1.20 1.38 1.43, where these had 1.19 1.23 1.40
+    // 1.46. 3, 80, 3, none: 1.12 1.11 1.36 1.46
+    {{96, 3, 64, 4, 2, Turns::kNone}, false, true},
     // At N 4096, where it serves: 1.13 1.26. In another run, at both: 0.94 0.98 1.16 1.30; in turns
     // at products: 0.95 0.98 1.13 1.26. 3, 64, 3 and one stage of Q, none: 0.96 0.99 1.09 1.31. 3,
     // 80, 2, products: 0.94 0.94 1.12 1.29. 3 x 96 spills
     {{128, 3, 64, 2, 2, Turns::kNone}, true, true},
     // At N 512, where it serves: 1.06 1.04. In another run, at both: 1.06 1.04 1.09 1.24; softmax:
-    // 0.99 1.04 1.06 1.17. 2, 64, 4, none: 1.04 1.05 1.04 1.17. 176 keys and one stage of Q,
+    // 0.99 1.04 1.06 1.17. 2, 64, 4, none: 1.04 1.05 1.04 1.17; products: 1.02 1.05 1.00 1.16,
+    // where these had 1.06 1.03 and the former 1.22 1.28. 176 keys and one stage of Q,
     // products (O from registers): 0.96 0.80 1.05 1.18
     {{128, 2, 128, 2, 2, Turns::kProducts}, true, true, 106},
-    // 1.08 1.03 1.21 1.26. Softmax under both masks: 1.08 1.00 1.22 1.21. O from registers:
-    // products 1.07 0.96 1.19 1.29, none 0.97 0.93 1.14 1.13; 112 keys, products 1.09 0.92 1.23
-    // 1.28. 64, 3, products: 1.11 1.03 1.17 1.25 where these were 1.08 1.00 1.24 1.27. 3 x 48 and
-    // 3 x 64 spill
-    {{192, 2, 96, 2, 1, Turns::kSoftmax}, true, false},
-    {{192, 2, 96, 2, 1, Turns::kProducts}, false, true},
+    // 1.14 1.04 1.25 1.27; none: 1.13 1.05 1.22 1.26; softmax: 1.10 1.05 1.16 1.24. With one stage
+    // of Q: 64, 3, products: 1.11 1.03 1.17 1.25; 96, 2, softmax full and products causal: 1.07
+    // 0.99 1.22 1.26. O from registers: 112 keys, products 1.09 0.92 1.23 1.28. 3 x 48 and 3 x 64
+    // spill
+    {{192, 2, 64, 2, 2, Turns::kProducts}, true, true},
     // 1.15 0.94 1.21 1.29; at N 512 causal with sections that left blocks without tiles
     // (schedule.h): products had 1.03 with others. O from registers: products 1.12 1.02 1.14 1.31,
-    // softmax 1.10 1.02 1.16 1.35, none 1.10 1.01 1.16 1.29; 80 keys, products 1.07 0.97 1.14 1.31
+    // softmax 1.10 1.02 1.16 1.35, none 1.10 1.01 1.16 1.29; 80 keys, products 1.07 0.97 1.14 1.31.
+    // Two stages of Q leave room for 32 keys, 2 stages: products 0.97 0.93 0.98 1.12
     {{256, 2, 64, 2, 1, Turns::kProducts}, true, false},
     {{256, 2, 64, 2, 1, Turns::kSoftmax}, false, true},
 };
@@ -193,22 +198,25 @@ inline int most_rows_of_query_sm90(const FwdParams& params) {
 }
 
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1. Of several it is the
-// one that takes a multiprocessor the least time, by its query rows: so long sequences get large
-// tiles, and few queries small ones, that more multiprocessors share. `tiles_of` tells how many
-// tiles of so many rows the call has. Where they are a triangle (causal, with about as many keys as
-// queries) the longest has twice the keys of the mean, and short ones fill the gaps.
+// one that takes a multiprocessor the least time, by its query rows and whole blocks of `len_k`
+// keys: so long sequences get large tiles, and few queries small ones, that more multiprocessors
+// share. `tiles_of` tells how many tiles of so many rows the call has. Where they are a triangle
+// (causal, with about as many keys as queries) the longest has twice the keys of the mean, and
+// short ones fill the gaps.
 template <class TilesOf>
-constexpr int select_fwd_sm90(int head_dim, MaskKind mask, bool is_triangle, int multiprocessors,
-                              const TilesOf& tiles_of) {
+constexpr int select_fwd_sm90(int head_dim, MaskKind mask, bool is_triangle, int len_k,
+                              int multiprocessors, const TilesOf& tiles_of) {
   int index = 0, best = -1;
-  int64_t least = std::numeric_limits<int64_t>::max();
+  double least = std::numeric_limits<double>::infinity();
   for (const FwdSm90Row& row : kFwdSm90) {
     if (row.config.head_dim == head_dim && row.serves(mask)) {
       const int64_t block_m = row.config.block_m(), places = multiprocessors;
       const int64_t tiles = tiles_of(row.config.block_m());
       const int64_t whole_rounds = (tiles + places - 1) / places * places;
-      const int64_t time =
-          row.row_cost * block_m * (is_triangle ? std::max(tiles, 2 * places) : whole_rounds);
+      const int64_t rows = block_m * (is_triangle ? std::max(tiles, 2 * places) : whole_rounds);
+      const int block_n = row.config.block_n;
+      const int64_t keys = (int64_t{len_k} + block_n - 1) / block_n * block_n;
+      const double time = static_cast<double>(row.row_cost) * rows * keys;
       if (time < least) {
         least = time;
         best = index;

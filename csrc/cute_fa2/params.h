@@ -77,6 +77,8 @@ struct FwdParams {
                             // follows it: kSlackLog2 / scale_log2, but 0 with subtract_max_first
 
   int heads_kv() const { return heads_q / heads_per_kv_head; }
+  // Of MaskKind::kBanded, whether rows have a first key as well as a last.
+  bool is_window() const { return band_begin > 1 - len_q; }
 
   // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
   static constexpr float kSlackLog2 = 8.f;

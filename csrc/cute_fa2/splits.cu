@@ -85,15 +85,13 @@ int64_t tiles_of(const FwdParams& params, int block_m, int64_t most) {
   return QueryRows::make(params, block_m, most).tiles(params, block_m);
 }
 
-bool is_window(const FwdParams& params) { return params.band_begin > 1 - params.len_q; }
-
 KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multiprocessors,
                         int64_t asked) {
   const int block_n = row.config.block_n;
   const KeyBlocks blocks = {ceil_div(params.len_k, block_n), block_n};
   // The keys before a window would be parts of their own.
   KeySplits splits = blocks.in_parts(asked);
-  if (asked == 0 && !is_window(params)) {
+  if (asked == 0 && !params.is_window()) {
     splits = Cost{tiles_of(params, row.config.block_m), rows_of(params), blocks, multiprocessors,
                   row.blocks_per_sm}
                  .best();

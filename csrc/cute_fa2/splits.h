@@ -15,9 +15,6 @@ namespace flash_cute {
 // query may be up to `most` rows.
 int64_t tiles_of(const FwdParams& params, int block_m, int64_t most = kMaxLength);
 
-// Whether rows have a first key as well as a last.
-bool is_window(const FwdParams& params);
-
 // How the tiles of `row` best split the keys on a device of so many multiprocessors; `asked`: into
 // at most how many parts instead, or 0. Where to put what comes of the parts is left open.
 KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multiprocessors,

@@ -166,6 +166,7 @@ class Emulator:
         self,
         head_dim: int,
         len_q: int = 2**30,
+        len_k: int | None = None,
         *,
         batch: int = 1,
         heads: int = 1,
@@ -180,7 +181,7 @@ class Emulator:
         rows = [row for row in self.tiles() if row["head_dim"] == bucket]
         if self.arch == 90:
             masks = "any", "banded" if is_banded else "full"
-            shape = batch, heads, heads_kv or heads, len_q, bucket
+            shape = batch, heads, heads_kv or heads, len_q, len_k or len_q, bucket
             is_triangle = is_banded if is_triangle is None else is_triangle
             block_m = self._library.block_m_of_sm90(*shape, is_banded, is_triangle, multiprocessors)
             rows = [row for row in rows if row["block_m"] == block_m and row["mask"] in masks]

@@ -98,15 +98,16 @@ static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int le
 
 // Of sm90, how many rows the tiles of a call have.
 __attribute__((visibility("default"))) int block_m_of_sm90(int batch, int heads, int heads_kv,
-                                                           int len_q, int head_dim, int is_banded,
-                                                           int is_triangle, int multiprocessors) {
-  FwdParams params = params_of(batch, heads, heads_kv, len_q, 1, head_dim);
+                                                           int len_q, int len_k, int head_dim,
+                                                           int is_banded, int is_triangle,
+                                                           int multiprocessors) {
+  FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
   params.q.stride_head = 1;  // heads that are not expanded
   const MaskKind mask = is_banded ? MaskKind::kBanded : MaskKind::kFull;
   const auto tiles = [&](int block_m) {
     return tiles_of(params, block_m, most_rows_of_query_sm90(params));
   };
-  return kFwdSm90[select_fwd_sm90(head_dim, mask, is_triangle, multiprocessors, tiles)]
+  return kFwdSm90[select_fwd_sm90(head_dim, mask, is_triangle, len_k, multiprocessors, tiles)]
       .config.block_m();
 }
 

@@ -9,7 +9,9 @@
 #include "sm90/arguments.h"
 #include "sm90/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
+#include "sm90/fwd_producer.h"
 #include "sm90/hopper.h"
+#include "sm90/rings.h"
 #include "sm90/traits.h"
 
 namespace flash_cute::sm90 {
@@ -18,6 +20,7 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm90::Arguments;
+  using Producer = FwdProducer<Traits, kMask>;
   using Mainloop = FwdMainloop<Traits, kMask>;
   using Epilogue = FwdEpilogue<Traits>;
 
@@ -27,7 +30,7 @@ struct FwdKernel {
       hopper::prefetch_map(arguments.k);
       hopper::prefetch_map(arguments.v);
       hopper::prefetch_map(arguments.out);
-      Mainloop::init_barriers(smem);
+      Rings<Traits, kMask>::init_barriers(smem);
       hopper::publish_barriers();
     }
     platform::sync_block();  // the barriers are there, for all threads
@@ -36,14 +39,14 @@ struct FwdKernel {
     if (warpgroup == 0) {
       hopper::give_back_registers<Traits::kConfig.producer_registers()>();
       if (hopper::is_first_thread()) {
-        typename Mainloop::Producer producer(arguments, smem);
+        Producer producer(arguments, smem);
         producer.run(Schedule::Tiles(platform::block_index()));
       }
     } else {
       hopper::take_registers<Traits::kConfig.consumer_registers()>();
       const int index = warpgroup - 1;
-      typename Mainloop::Consumer consumer(arguments, smem, index);
-      consumer.run([&](TileCoord tile, int row0, auto& softmax, auto& tOrO) {
+      Mainloop mainloop(arguments, smem, index);
+      mainloop.run([&](TileCoord tile, int row0, auto& softmax, auto& tOrO) {
         auto out = as_matrix(tOrO);  // (rows, columns)
         softmax.normalize(out);
         Epilogue::run(arguments, smem, tile, index, row0, Sequence(arguments.params).len_q, tOrO,

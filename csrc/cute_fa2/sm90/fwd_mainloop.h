@@ -1,6 +1,5 @@
-// The walk over the keys: S = Q K^T, online softmax, O += P V, one block of keys at a time. One
-// warpgroup, the producer, copies tiles to shared memory ahead of the others, the consumers, which
-// compute on 64 rows each.
+// A consumer's walk over the keys: S = Q K^T, online softmax, O += P V, one block of keys at a
+// time, by a warpgroup for 64 rows.
 #pragma once
 
 #include <cute/algorithm/gemm.hpp>
@@ -14,415 +13,282 @@
 #include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
+#include "sm90/rings.h"
 #include "sm90/shared_operand.h"
 
 namespace flash_cute::sm90 {
 
-// Which stage of a ring comes next, and the parity of the phase in which its barriers are.
-template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  CUTE_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 template <class Traits, MaskKind kMask>
-struct FwdMainloop {
+class FwdMainloop {
+  using Rings = sm90::Rings<Traits, kMask>;
   using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
+  using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
+  using Ring = typename Rings::KeysPosition;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
   static constexpr Turns kTurns = Traits::kConfig.turns;
-  static constexpr int kWarps = hopper::kWarpgroup / 32;
-  static constexpr TileCoord kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
 
-  using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
-  using Ring = RingPosition<Traits::kStages>;
-  using QRing = RingPosition<Traits::kQStages>;
+ public:
+  CUTE_DEVICE FwdMainloop(const Arguments& arguments, SharedMemory& smem, int index)
+      : arguments_(arguments),
+        smem_(smem),
+        index_(index),
+        queries_(Traits::fragment_q(smem.q[0][index])),
+        keys_(Traits::fragment_k(smem.k[0])),
+        values_(Traits::fragment_vt(smem.v[0])) {
+    // The first consumer has the first turn, as if the last one had passed it on.
+    if (index == kConsumers - 1) pass_turn<kTurns>();
+  }
 
-  static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
-    for (int stage = 0; stage < Traits::kQStages; ++stage) {
-      for (int i = 0; i < kConsumers; ++i) {
-        smem.q_full[stage][i].init(1);        // the producer, and the bytes that it expects
-        smem.q_empty[stage][i].init(kWarps);  // each warp of the consumer
-      }
-    }
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      smem.k_full[stage].init(1);
-      smem.v_full[stage].init(1);
-      smem.k_empty[stage].init(kConsumers * kWarps);
-      smem.v_empty[stage].init(kConsumers * kWarps);
+  // Works off the tiles that the producer loads. `finish_tile(tile, row0, softmax, tOrO)` takes
+  // what has become of this consumer's rows of a tile, which begin with `row0`: the weighted sum
+  // of V, ((2, 2, kHeadDimV / 8), 1, 1), and its statistics.
+  template <class FinishTile>
+  CUTE_DEVICE void run(FinishTile&& finish_tile) {
+    using namespace cute;
+    // ((2, 2, kBlockN / 8), 1, 1) and ((2, 2, kHeadDimV / 8), 1, 1)
+    auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
+    auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
+    Softmax softmax(arguments_.params);
+    Work work;
+    if (!next(work)) return;
+    multiply_first_keys(work, tSrS);
+    while (true) {
+      wait_for_scores<0>(tSrS);
+      attend(work, tSrS, softmax, tOrO);
+      const Work done = work;
+      if (!next(work)) return finish_tile(done.tile, done.row0, softmax, tOrO);
+      // A tile is ended under the first product of the next. Not all lanes store; from there on
+      // ptxas would take the lanes of a warp to be apart, and no longer use uniform registers, if
+      // the last line did not say that they are together.
+      multiply_first_keys(work, tSrS);
+      finish_tile(done.tile, done.row0, softmax, tOrO);
+      hopper::sync_warp();
     }
   }
 
-  // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
-  // there is none, so that there is always a block to work on.
-  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, TileCoord tile) {
-    const Sequence sequence(arguments.params);
-    const int row0 = tile.m_block * kBlockM;
-    const int row_end = cute::min(row0 + kBlockM, arguments.query_rows.count(sequence.len_q));
-    const BlockRange blocks = Mask<kMask>(arguments.params, sequence, arguments.query_rows)
-                                  .visible_blocks(row0, row_end, kBlockN);
-    return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};
-  }
-
-  // -- producer: one thread ----------------------------------------------------------------------
-
-  class Producer {
-   public:
-    CUTE_DEVICE Producer(const Arguments& arguments, SharedMemory& smem)
-        : arguments_(arguments), smem_(smem) {}
-
-    // Loads what the consumers need for the block's tiles, and tells them which these are.
-    CUTE_DEVICE void run(Schedule::Tiles tiles) {
-      for (int i; arguments_.schedule.has(i = tiles.next(arguments_.schedule));) load_tile(i);
-      for (int i = 0; i < kConsumers; ++i) {
-        announce(i, kNoTile);
-        smem_.q_full[q_.stage][i].arrive();
-      }
-    }
-
-   private:
-    CUTE_DEVICE void load_tile(int index) {
-      const FwdParams& params = arguments_.params;
-      const TileCoord tile = arguments_.schedule.tile(index);
-      const int row0 = tile.m_block * kBlockM;
-      const BlockRange blocks = blocks_of(arguments_, tile);
-      // In the order in which the consumers need them: K, Q; the next K before V.
-      load_keys(tile, blocks.end - 1);
-      CUTE_UNROLL
-      for (int i = 0; i < kConsumers; ++i) {
-        announce(i, tile);
-        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);
-        load_rows<Traits::kConsumerRows>(
-            arguments_.q, params.q, smem_.q[q_.stage][i], smem_.q_full[q_.stage][i],
-            arguments_.query_rows.query(row0 + i * Traits::kConsumerRows), tile.head, tile.batch);
-      }
-      q_.advance();
-      for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
-        if (n_block > blocks.begin) load_keys(tile, n_block - 1);
-        load_values(tile, n_block);
-      }
-    }
-
-    CUTE_DEVICE void announce(int consumer, TileCoord tile) {
-      smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);  // it is done with the stage
-      smem_.tile[q_.stage][consumer] = tile;
-    }
-
-    CUTE_DEVICE void load_keys(TileCoord tile, int n_block) {
-      load_block(arguments_.k, arguments_.params.k, smem_.k, smem_.k_full, smem_.k_empty, k_, tile,
-                 n_block);
-    }
-    // Rows past the last key become zeros, as they are outside of the map: their weight is 0, but
-    // 0 x NaN would be NaN. (Packed sequences, which have neighbours there, would have to see to
-    // it.)
-    CUTE_DEVICE void load_values(TileCoord tile, int n_block) {
-      load_block(arguments_.v, arguments_.params.v, smem_.v, smem_.v_full, smem_.v_empty, v_, tile,
-                 n_block);
-    }
-
-    template <class View, class Stages>
-    CUTE_DEVICE void load_block(const CUtensorMap& map, const View& view, Stages& stages,
-                                hopper::Barrier* full, hopper::Barrier* empty, Ring& ring,
-                                TileCoord tile, int n_block) {
-      empty[ring.stage].wait(ring.parity ^ 1);  // all consumers are done with the stage
-      full[ring.stage].arrive_and_expect(sizeof stages[0]);
-      load_rows<kBlockN>(map, view, stages[ring.stage], full[ring.stage], n_block * kBlockN,
-                         arguments_.query_rows.kv_head(tile.head), tile.batch);
-      ring.advance();
-    }
-
-    // kRows whole rows, a box for each strip of columns. An expanded dimension has one entry in the
-    // map.
-    template <int kRows, class View>
-    CUTE_DEVICE void load_rows(const CUtensorMap& map, const View& view, Element* target,
-                               hopper::Barrier& arrival, int row, int head, int batch) const {
-      CUTE_UNROLL
-      for (int column = 0; column < Traits::kHeadDim; column += Traits::kStrip) {
-        hopper::load_box(map, target + column * kRows, arrival, column, 0, row,
-                         view.stride_head != 0 ? head : 0, view.stride_batch != 0 ? batch : 0);
-      }
-    }
-
-    const Arguments& arguments_;
-    SharedMemory& smem_;
-    Ring k_, v_;
-    QRing q_;
+ private:
+  // This consumer's part of a tile.
+  struct Work {
+    TileCoord tile;
+    int row0;           // its first row
+    BlockRange blocks;  // of keys
+    int skipped;        // the tile's blocks behind these, of which these rows see none
   };
 
-  // -- consumer: a warpgroup ---------------------------------------------------------------------
-
-  class Consumer {
-   public:
-    CUTE_DEVICE Consumer(const Arguments& arguments, SharedMemory& smem, int index)
-        : arguments_(arguments),
-          smem_(smem),
-          index_(index),
-          queries_(Traits::fragment_q(smem.q[0][index])),
-          keys_(Traits::fragment_k(smem.k[0])),
-          values_(Traits::fragment_vt(smem.v[0])) {
-      // The first consumer has the first turn, as if the last one had passed it on.
-      if (index == kConsumers - 1) pass_turn<kTurns>();
-    }
-
-    // Works off the tiles that the producer loads. `finish_tile(tile, row0, softmax, tOrO)` takes
-    // what has become of this consumer's rows of a tile, which begin with `row0`: the weighted sum
-    // of V, ((2, 2, kHeadDimV / 8), 1, 1), and its statistics.
-    template <class FinishTile>
-    CUTE_DEVICE void run(FinishTile&& finish_tile) {
-      using namespace cute;
-      // ((2, 2, kBlockN / 8), 1, 1) and ((2, 2, kHeadDimV / 8), 1, 1)
-      auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
-      auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
-      Softmax softmax(arguments_.params);
-      Work work;
-      if (!next(work)) return;
-      multiply_first_keys(work, tSrS);
-      while (true) {
-        wait_for_scores<0>(tSrS);
-        attend(work, tSrS, softmax, tOrO);
-        const Work done = work;
-        if (!next(work)) return finish_tile(done.tile, done.row0, softmax, tOrO);
-        // A tile is ended under the first product of the next. Not all lanes store; from there on
-        // ptxas would take the lanes of a warp to be apart, and no longer use uniform registers, if
-        // the last line did not say that they are together.
-        multiply_first_keys(work, tSrS);
-        finish_tile(done.tile, done.row0, softmax, tOrO);
-        hopper::sync_warp();
+  // The next tile in which this consumer has rows.
+  CUTE_DEVICE bool next(Work& work) {
+    while (true) {
+      smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
+      work.tile = smem_.tile[q_.stage][index_];
+      if (work.tile.m_block == Rings::kNoTile.m_block) return false;
+      const Sequence sequence(arguments_.params);
+      const Mask<kMask> mask(arguments_.params, sequence, arguments_.query_rows);
+      work.row0 = work.tile.m_block * kBlockM + index_ * Traits::kConsumerRows;
+      work.blocks = Rings::blocks_of(arguments_, work.tile);
+      const int rows_left = arguments_.query_rows.count(sequence.len_q) - work.row0;
+      if (rows_left > 0) {
+        const int row_end = work.row0 + cute::min(+Traits::kConsumerRows, rows_left);
+        const int visible_end = mask.visible_blocks(work.row0, row_end, kBlockN).end;
+        // There is always a block to work on.
+        const int end = cute::min(work.blocks.end, cute::max(work.blocks.begin + 1, visible_end));
+        work.skipped = work.blocks.end - end;
+        work.blocks.end = end;
+        return true;
       }
+      skip_blocks(work.blocks.end - work.blocks.begin);
+      release_queries();
     }
+  }
 
-   private:
-    // This consumer's part of a tile.
-    struct Work {
-      TileCoord tile;
-      int row0;           // its first row
-      BlockRange blocks;  // of keys
-      int skipped;        // the tile's blocks behind these, of which these rows see none
+  // Blocks that this consumer has no use for; its turns pass all the same.
+  CUTE_DEVICE void skip_blocks(int blocks) {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      wait_turn<kTurns>();
+      pass_turn<kTurns>();
+      hand_back(smem_.k_full[k_.stage], smem_.k_empty[k_.stage], k_);
+      hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);
+    }
+  }
+
+  // Waits for a stage and hands it back unread. All lanes have to be past the wait by then: once
+  // it is handed back, the barrier may go on by two phases, and a lane that looked only then
+  // would see the old parity and wait for ever. (Elsewhere lanes meet at a product in between.)
+  static CUTE_DEVICE void hand_back(hopper::Barrier& full, hopper::Barrier& empty, Ring& position) {
+    full.wait(position.parity);
+    hopper::sync_warp();
+    release(empty);
+    position.advance();
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void multiply_first_keys(const Work& work, Scores& tSrS) {
+    skip_blocks(work.skipped);
+    smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
+    wait_turn<Turns::kProducts>();
+    multiply_keys(tSrS);
+    pass_turn<Turns::kProducts>();
+  }
+
+  // From the first scores of a tile to its last product.
+  template <class Scores, class Out>
+  CUTE_DEVICE void attend(const Work& work, Scores& tSrS, Softmax& softmax, Out& tOrO) {
+    using namespace cute;
+    const Mask<kMask> mask(arguments_.params, Sequence(arguments_.params), arguments_.query_rows);
+    // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
+    auto words =
+        make_tensor<uint32_t>(Int<Traits::kConsumerRows * kBlockN / hopper::kWarpgroup / 2>{});
+    auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
+    auto scores = as_matrix(tSrS);  // (rows, columns)
+    auto out = as_matrix(tOrO);     // (rows, columns)
+
+    const BlockRange whole = mask.whole_blocks(work.row0, Traits::kConsumerRows, kBlockN);
+    const auto apply_mask = [&](int n_block) {
+      if (n_block >= whole.begin && n_block < whole.end) return;
+      // (rows, columns) -> (row, key)
+      auto coords = [](int thread) {
+        return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
+            make_identity_tensor(typename Traits::ShapeS{})));
+      };
+      mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())), coords(0),
+                 work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN);
     };
 
-    // The next tile in which this consumer has rows.
-    CUTE_DEVICE bool next(Work& work) {
-      while (true) {
-        smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
-        work.tile = smem_.tile[q_.stage][index_];
-        if (work.tile.m_block == kNoTile.m_block) return false;
-        const Sequence sequence(arguments_.params);
-        const Mask<kMask> mask(arguments_.params, sequence, arguments_.query_rows);
-        work.row0 = work.tile.m_block * kBlockM + index_ * Traits::kConsumerRows;
-        work.blocks = blocks_of(arguments_, work.tile);
-        const int rows_left = arguments_.query_rows.count(sequence.len_q) - work.row0;
-        if (rows_left > 0) {
-          const int row_end = work.row0 + cute::min(+Traits::kConsumerRows, rows_left);
-          const int visible_end = mask.visible_blocks(work.row0, row_end, kBlockN).end;
-          // There is always a block to work on.
-          const int end = cute::min(work.blocks.end, cute::max(work.blocks.begin + 1, visible_end));
-          work.skipped = work.blocks.end - end;
-          work.blocks.end = end;
-          return true;
-        }
-        skip_blocks(work.blocks.end - work.blocks.begin);
-        release_queries();
-      }
-    }
+    clear(tOrO);
+    softmax.start();
+    const int first_block = work.blocks.end - 1;
+    apply_mask(first_block);
+    softmax.raise(scores, true, true);
+    auto bounds = softmax.bounds();
+    int risen = -1;  // the last block after the first in which a reference has risen
+    CUTE_NO_UNROLL
+    for (int n_block = first_block;; --n_block) {
+      wait_turn<Turns::kSoftmax>();
+      softmax.weigh(scores, bounds);
+      // All of this runs under the product of the block before with V, if it stands before the
+      // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
+      // of a branch that needs the results.
+      warpgroup_fence_operand(tSrS);
+      softmax.finish_weighing();
+      pass_turn<Turns::kSoftmax>();
+      hopper::wait_products<0>();
+      warpgroup_fence_operand(tOrO);
+      if (n_block != first_block) release_values();
+      if (n_block == risen) softmax.rescale(out);
+      convert_to_words<Element>(tSrS, words);
+      if (n_block == work.blocks.begin) break;
 
-    // Blocks that this consumer has no use for; its turns pass all the same.
-    CUTE_DEVICE void skip_blocks(int blocks) {
-      CUTE_NO_UNROLL
-      for (int i = 0; i < blocks; ++i) {
-        wait_turn<kTurns>();
-        pass_turn<kTurns>();
-        hand_back(smem_.k_full[k_.stage], smem_.k_empty[k_.stage], k_);
-        hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);
-      }
-    }
-
-    // Waits for a stage and hands it back unread. All lanes have to be past the wait by then: once
-    // it is handed back, the barrier may go on by two phases, and a lane that looked only then
-    // would see the old parity and wait for ever. (Elsewhere lanes meet at a product in between.)
-    static CUTE_DEVICE void hand_back(hopper::Barrier& full, hopper::Barrier& empty,
-                                      Ring& position) {
-      full.wait(position.parity);
-      hopper::sync_warp();
-      release(empty);
-      position.advance();
-    }
-
-    template <class Scores>
-    CUTE_DEVICE void multiply_first_keys(const Work& work, Scores& tSrS) {
-      skip_blocks(work.skipped);
       smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
       wait_turn<Turns::kProducts>();
       multiply_keys(tSrS);
-      pass_turn<Turns::kProducts>();
-    }
-
-    // From the first scores of a tile to its last product.
-    template <class Scores, class Out>
-    CUTE_DEVICE void attend(const Work& work, Scores& tSrS, Softmax& softmax, Out& tOrO) {
-      using namespace cute;
-      const Mask<kMask> mask(arguments_.params, Sequence(arguments_.params), arguments_.query_rows);
-      // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
-      auto words =
-          make_tensor<uint32_t>(Int<Traits::kConsumerRows * kBlockN / hopper::kWarpgroup / 2>{});
-      auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
-      auto scores = as_matrix(tSrS);  // (rows, columns)
-      auto out = as_matrix(tOrO);     // (rows, columns)
-
-      const BlockRange whole = mask.whole_blocks(work.row0, Traits::kConsumerRows, kBlockN);
-      const auto apply_mask = [&](int n_block) {
-        if (n_block >= whole.begin && n_block < whole.end) return;
-        // (rows, columns) -> (row, key)
-        auto coords = [](int thread) {
-          return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
-              make_identity_tensor(typename Traits::ShapeS{})));
-        };
-        mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())),
-                   coords(0), work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN);
-      };
-
-      clear(tOrO);
-      softmax.start();
-      const int first_block = work.blocks.end - 1;
-      apply_mask(first_block);
-      softmax.raise(scores, true, true);
-      auto bounds = softmax.bounds();
-      int risen = -1;  // the last block after the first in which a reference has risen
-      CUTE_NO_UNROLL
-      for (int n_block = first_block;; --n_block) {
-        wait_turn<Turns::kSoftmax>();
-        softmax.weigh(scores, bounds);
-        // All of this runs under the product of the block before with V, if it stands before the
-        // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
-        // of a branch that needs the results.
-        warpgroup_fence_operand(tSrS);
-        softmax.finish_weighing();
-        pass_turn<Turns::kSoftmax>();
-        hopper::wait_products<0>();
-        warpgroup_fence_operand(tOrO);
-        if (n_block != first_block) release_values();
-        if (n_block == risen) softmax.rescale(out);
-        convert_to_words<Element>(tSrS, words);
-        if (n_block == work.blocks.begin) break;
-
-        smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-        wait_turn<Turns::kProducts>();
-        multiply_keys(tSrS);
-        multiply_values(tSrP, tOrO);
-        pass_turn<Turns::kProducts>();
-        wait_for_scores<1>(tSrS);
-        // Without a mask only the last keys may be cut off, and they come first.
-        if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
-        if (platform::any_in_warp(softmax.may_rise(scores, bounds)) &&
-            softmax.raise(scores, true, false)) {
-          bounds = softmax.bounds();
-          risen = n_block - 1;
-        }
-      }
-      release_queries();
       multiply_values(tSrP, tOrO);
-      hopper::wait_products<0>();  // O is whole
-      warpgroup_fence_operand(tOrO);
-      release_values();
-    }
-
-    template <int kInFlight, class Scores>
-    CUTE_DEVICE void wait_for_scores(Scores& tSrS) {
-      hopper::wait_products<kInFlight>();  // S is whole; a product with V may still run
-      cute::warpgroup_fence_operand(tSrS);
-      release_keys();
-    }
-
-    CUTE_DEVICE void release_keys() {
-      release(smem_.k_empty[k_.stage]);
-      k_.advance();
-    }
-
-    CUTE_DEVICE void release_values() {
-      release(smem_.v_empty[v_.stage]);
-      v_.advance();
-    }
-
-    // S = Q K^T, asynchronously.
-    template <class Scores>
-    CUTE_DEVICE void multiply_keys(Scores& tSrS) {
-      using namespace cute;
-      typename Traits::MmaS mma;
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-      warpgroup_fence_operand(tSrS);
-      hopper::begin_products();
-      CUTE_UNROLL
-      for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
-        gemm(mma, queries_.template descriptor<true>(q_.stage * kConsumers, k),
-             keys_.template descriptor<true>(k_.stage, k), tSrS);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      hopper::commit_products();
-    }
-
-    // O += P V, asynchronously.
-    template <class Weights, class Out>
-    CUTE_DEVICE void multiply_values(Weights& tSrP, Out& tOrO) {
-      using namespace cute;
-      typename Traits::MmaO mma;
-      auto tOrP = as_a_operand(tSrP);          // ((2, 2, 2), 1, N / 16)
-      smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
-      warpgroup_fence_operand(tOrO);
-      warpgroup_fence_operand(tSrP);
-      hopper::begin_products();
-      CUTE_UNROLL
-      for (int k = 0; k < size<2>(tOrP); ++k) {
-        gemm(mma, tOrP(_, _, k), values_.template descriptor<false>(v_.stage, k), tOrO);
-      }
-      hopper::commit_products();
-    }
-
-    // Each warp says for itself that it has read what it needed.
-    static CUTE_DEVICE void release(hopper::Barrier& empty) {
-      if (hopper::is_first_lane()) empty.arrive();
-    }
-
-    CUTE_DEVICE void release_queries() {
-      hopper::sync_warp();  // all lanes have read which tile it was
-      release(smem_.q_empty[q_.stage][index_]);
-      q_.advance();
-    }
-
-    // At what consumers do in turns, if it is this. Orders their work alone: no data are handed
-    // over.
-    template <Turns kAt>
-    CUTE_DEVICE void wait_turn() const {
-      if constexpr (kAt == kTurns && kAt != Turns::kNone) {
-        hopper::wait_at(kFirstTurnBarrier + index_);
+      pass_turn<Turns::kProducts>();
+      wait_for_scores<1>(tSrS);
+      // Without a mask only the last keys may be cut off, and they come first.
+      if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
+      if (platform::any_in_warp(softmax.may_rise(scores, bounds)) &&
+          softmax.raise(scores, true, false)) {
+        bounds = softmax.bounds();
+        risen = n_block - 1;
       }
     }
-    template <Turns kAt>
-    CUTE_DEVICE void pass_turn() const {
-      if constexpr (kAt == kTurns && kAt != Turns::kNone) {
-        hopper::arrive_at(kFirstTurnBarrier + (index_ + 1) % kConsumers);
-      }
-    }
-    static constexpr int kFirstTurnBarrier = 1;  // barrier 0 is that of __syncthreads
+    release_queries();
+    multiply_values(tSrP, tOrO);
+    hopper::wait_products<0>();  // O is whole
+    warpgroup_fence_operand(tOrO);
+    release_values();
+  }
 
-    const Arguments& arguments_;
-    SharedMemory& smem_;
-    int index_;
-    // This consumer's tiles of Q, kConsumers apart, and all of K and V: (1, 1, D / 16) descriptors
-    // of the first two, (1, 1, N / 16) of V's.
-    SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0][0]> queries_;
-    SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> keys_;
-    SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> values_;
-    Ring k_, v_;
-    QRing q_;
-  };
+  template <int kInFlight, class Scores>
+  CUTE_DEVICE void wait_for_scores(Scores& tSrS) {
+    hopper::wait_products<kInFlight>();  // S is whole; a product with V may still run
+    cute::warpgroup_fence_operand(tSrS);
+    release_keys();
+  }
+
+  CUTE_DEVICE void release_keys() {
+    release(smem_.k_empty[k_.stage]);
+    k_.advance();
+  }
+
+  CUTE_DEVICE void release_values() {
+    release(smem_.v_empty[v_.stage]);
+    v_.advance();
+  }
+
+  // S = Q K^T, asynchronously.
+  template <class Scores>
+  CUTE_DEVICE void multiply_keys(Scores& tSrS) {
+    using namespace cute;
+    typename Traits::MmaS mma;
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    warpgroup_fence_operand(tSrS);
+    hopper::begin_products();
+    CUTE_UNROLL
+    for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
+      gemm(mma, queries_.template descriptor<true>(q_.stage * kConsumers, k),
+           keys_.template descriptor<true>(k_.stage, k), tSrS);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    hopper::commit_products();
+  }
+
+  // O += P V, asynchronously.
+  template <class Weights, class Out>
+  CUTE_DEVICE void multiply_values(Weights& tSrP, Out& tOrO) {
+    using namespace cute;
+    typename Traits::MmaO mma;
+    auto tOrP = as_a_operand(tSrP);          // ((2, 2, 2), 1, N / 16)
+    smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
+    warpgroup_fence_operand(tOrO);
+    warpgroup_fence_operand(tSrP);
+    hopper::begin_products();
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(tOrP); ++k) {
+      gemm(mma, tOrP(_, _, k), values_.template descriptor<false>(v_.stage, k), tOrO);
+    }
+    hopper::commit_products();
+  }
+
+  // Each warp says for itself that it has read what it needed.
+  static CUTE_DEVICE void release(hopper::Barrier& empty) {
+    if (hopper::is_first_lane()) empty.arrive();
+  }
+
+  CUTE_DEVICE void release_queries() {
+    smem_.q_empty[q_.stage][index_].arrive();  // each for itself, as each has read `tile`
+    q_.advance();
+  }
+
+  // At what consumers do in turns, if it is this. Orders their work alone: no data are handed
+  // over.
+  template <Turns kAt>
+  CUTE_DEVICE void wait_turn() const {
+    if constexpr (kAt == kTurns && kAt != Turns::kNone) {
+      hopper::wait_at(kFirstTurnBarrier + index_);
+    }
+  }
+  template <Turns kAt>
+  CUTE_DEVICE void pass_turn() const {
+    if constexpr (kAt == kTurns && kAt != Turns::kNone) {
+      hopper::arrive_at(kFirstTurnBarrier + (index_ + 1) % kConsumers);
+    }
+  }
+  static constexpr int kFirstTurnBarrier = 1;  // barrier 0 is that of __syncthreads
+
+  const Arguments& arguments_;
+  SharedMemory& smem_;
+  int index_;
+  // This consumer's tiles of Q, kConsumers apart, and all of K and V: (1, 1, D / 16) descriptors
+  // of the first two, (1, 1, N / 16) of V's.
+  SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0][0]> queries_;
+  SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> keys_;
+  SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> values_;
+  Ring k_, v_;
+  typename Rings::QueriesPosition q_;
 };
 
 }  // namespace flash_cute::sm90

@@ -1,0 +1,65 @@
+// The rings of stages in shared memory through which the producer hands tiles to the consumers:
+// their barriers, and what both sides have to agree on.
+#pragma once
+
+#include <cute/config.hpp>
+
+#include "common/mask.h"
+#include "common/sequence.h"
+#include "common/tile.h"
+#include "sm90/arguments.h"
+#include "sm90/hopper.h"
+
+namespace flash_cute::sm90 {
+
+// Which stage of a ring comes next, and the parity of the phase in which its barriers are.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  CUTE_DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class Traits, MaskKind kMask>
+struct Rings {
+  using SharedMemory = typename Traits::SharedMemory;
+  using KeysPosition = RingPosition<Traits::kStages>;
+  using QueriesPosition = RingPosition<Traits::kQStages>;
+  static constexpr TileCoord kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
+
+  static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
+    constexpr int kWarps = hopper::kWarpgroup / 32;
+    for (int stage = 0; stage < Traits::kQStages; ++stage) {
+      for (int i = 0; i < Traits::kConsumers; ++i) {
+        smem.q_full[stage][i].init(1);  // the producer, and the bytes that it expects
+        smem.q_empty[stage][i].init(hopper::kWarpgroup);  // each thread of the consumer
+      }
+    }
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      smem.k_full[stage].init(1);
+      smem.v_full[stage].init(1);
+      smem.k_empty[stage].init(Traits::kConsumers * kWarps);
+      smem.v_empty[stage].init(Traits::kConsumers * kWarps);
+    }
+  }
+
+  // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
+  // there is none, so that there is always a block to work on.
+  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, TileCoord tile) {
+    const Sequence sequence(arguments.params);
+    const int row0 = tile.m_block * Traits::kBlockM;
+    const int row_end =
+        cute::min(row0 + Traits::kBlockM, arguments.query_rows.count(sequence.len_q));
+    const BlockRange blocks = Mask<kMask>(arguments.params, sequence, arguments.query_rows)
+                                  .visible_blocks(row0, row_end, Traits::kBlockN);
+    return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};
+  }
+};
+
+}  // namespace flash_cute::sm90
