@@ -84,12 +84,12 @@ BAND = {"is_banded": True, "is_triangle": False}
         (128, 4, 16, 16, 4096, TRIANGLE, 192),
         # Heads that are rows of one sequence: 64 for a query, but no more.
         (128, 64, 64, 1, 6, FULL, 192),
-        (128, 64, 128, 1, 64, TRIANGLE, 128),
+        (128, 64, 128, 1, 128, TRIANGLE, 128),
     ],
 )
 def test_tiles_of_sm90(sm90, head_dim, batch, heads, heads_kv, len_q, mask, block_m):
     sizes = {"batch": batch, "heads": heads, "heads_kv": heads_kv}
-    tile = sm90.tile(head_dim, len_q, **sizes, **mask, multiprocessors=132)
+    tile = sm90.tile(head_dim, len_q, max(len_q, 128), **sizes, **mask, multiprocessors=132)
     assert tile["block_m"] == block_m
 
 

@@ -39,14 +39,21 @@ class Schedule {
     };
     // A section is dealt out anew, as tiles differ much under a mask. One of much less than two
     // rounds would leave blocks without a tile.
+    const int64_t kv_head_tiles = int64_t{query_rows.heads_per_kv_head()} * m_blocks;
     const auto anew = [&](int section) {
-      const int64_t tiles = int64_t{section} * query_rows.heads_per_kv_head() * m_blocks;
-      return mask != MaskKind::kFull && 3 * tiles >= 4 * int64_t{multiprocessors};
+      return mask != MaskKind::kFull && 3 * section * kv_head_tiles >= 4 * int64_t{multiprocessors};
     };
     // Of short sequences K and V are read from memory about as fast as they are used: smaller
-    // sections keep reads and work mixed.
+    // sections keep reads and work mixed. Best are those of one head, if two rounds hold whole ones
+    // and the last two are nearly full: who has the i-th tile of a head has the i-th from the end
+    // of another next, and all end together.
     const bool small = params.len_k < 1024 && anew(heads_of_section(1));
-    const int section = equal ? 1 : heads_of_section(small ? 1 : 2);
+    const int64_t two_rounds = 2 * int64_t{multiprocessors};
+    const int64_t tiles = kv_heads * kv_head_tiles;
+    const int64_t in_whole_rounds = (tiles + two_rounds - 1) / two_rounds * two_rounds;
+    const bool in_pairs =
+        small && two_rounds % kv_head_tiles == 0 && 100 * in_whole_rounds <= 105 * tiles;
+    const int section = equal || in_pairs ? 1 : heads_of_section(small ? 1 : 2);
 
     Schedule s;
     s.order_ = TileOrder::make(params, query_rows, mask, block_m, worth, section);
