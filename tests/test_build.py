@@ -118,7 +118,9 @@ def test_variants(tmp_path: Path, sm90: bool) -> None:
         flags = shlex.split(variants.nvcc_flags(file, ["sm_90", "compute_80"]))
         if file.name.startswith("fwd_sm90_"):
             assert flags[0] == "-gencode=arch=compute_90a,code=sm_90a"
-            assert any("EXTENDED_MMA" in flag for flag in flags) == ("hdim96" in file.name)
+            assert any("EXTENDED_MMA" in flag for flag in flags) == (
+                "hdim96" in file.name and "full" in file.name
+            )
         else:
             assert flags[0] == "-gencode=arch=compute_80,code=[sm_90,compute_80]"
 

@@ -79,16 +79,17 @@ def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     forward = re.match(r"fwd_(sm\d+)_hdim(\d+)_", source.name)
     if forward and forward[1] == "sm90":
         return shlex.join(
-            [f"-gencode=arch=compute_90a,code={SM90_CODE}", *sm90_macros(int(forward[2]))]
+            [f"-gencode=arch=compute_90a,code={SM90_CODE}", *sm90_macros(source.stem)]
         )
     flags = [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]
     return shlex.join([*flags, *(ptxas_flags(int(forward[2])) if forward else [])])
 
 
-def sm90_macros(head_dim: int) -> list[str]:
-    """Head dim 96 has tiles of 48 keys. CUTLASS hides products of so many columns, as the header
-    that has them takes long to compile."""
-    return ["-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"] if head_dim == 96 else []
+def sm90_macros(file: str) -> list[str]:
+    """Head dim 96 has tiles of 48 keys without a mask. CUTLASS hides products of so many columns,
+    as the header that has them takes long to compile."""
+    has_other_columns = re.fullmatch(r"fwd_sm90_hdim96_\w+_full", file)
+    return ["-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"] if has_other_columns else []
 
 
 def ptxas_flags(head_dim: int) -> list[str]:

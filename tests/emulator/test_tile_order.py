@@ -52,6 +52,14 @@ def test_equal_work(kernels, head_dim, len_q, gpu, is_causal):
         (3, 24, 8, 2048, 64),
         (5, 16, 4, 3000, 64),
         (1, 28, 4, 8000, 128),
+        # Fewer than 1024 keys: heads of 4 equal tiles, of which two rounds hold whole ones; of
+        # tiles that are not; of a number that leaves the last two rounds empty.
+        (32, 8, 8, 512, 256),
+        (32, 10, 10, 512, 192),
+        (32, 21, 21, 512, 96),
+        (33, 16, 16, 520, 64),
+        (33, 16, 8, 576, 64),
+        (4, 24, 24, 768, 256),
     ],
 )
 def test_odd_numbers_of_heads(kernels, batch, heads, heads_kv, len_q, head_dim):
@@ -66,6 +74,19 @@ def test_windows(kernels, len_q, window):
     """Those without a right bound leave later rows fewer keys than the first."""
     windows = dict(zip(("window_left", "window_right"), window, strict=True))
     assert time_taken(kernels, 4, 16, 4, len_q, 64, **windows) <= 1.15
+
+
+@pytest.mark.parametrize("window", [(256, 0), (100, 100)])
+def test_windows_of_short_sequences(kernels, window):
+    windows = dict(zip(("window_left", "window_right"), window, strict=True))
+    assert time_taken(kernels, 33, 16, 16, 768, 64, **windows) <= 1.15
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_more_queries_than_keys(kernels, head_dim):
+    """Under a causal mask, of which the first rows see no key."""
+    shape = 33, 8, 8, 1024, head_dim
+    assert time_taken(kernels, *shape, len_k=512, window_right=0) <= 1.15
 
 
 @BOTH_MASKS
@@ -103,6 +124,7 @@ def time_taken(
     l2_mb: int = 50,
     smem_kb: int = 227,
     *,
+    len_k: int | None = None,
     window_left: int = -1,
     window_right: int = -1,
 ) -> float:
@@ -111,8 +133,9 @@ def time_taken(
     tile takes a time of 1 for each block of keys, and of sm90 for each consumer. (For a head's
     last tile, if it has few rows, sm80 may take half of that; its order takes no account of it.)
     Each tile has one block."""
+    len_k = len_k or len_q
     tile = kernels.tile(
-        *(head_dim, len_q),
+        *(head_dim, len_q, len_k),
         **{"batch": batch, "heads": heads, "heads_kv": heads_kv},
         is_banded=(window_left, window_right) != (-1, -1),
         is_triangle=window_left < 0 <= window_right,
@@ -121,7 +144,7 @@ def time_taken(
     if kernels.arch == 80:
         (tile,) = (t for t in ops.tiles_for(smem_kb << 10) if t["head_dim"] == head_dim)
     m, n = tile["block_m"], tile["block_n"]
-    shape = batch, heads, heads_kv, len_q, len_q, head_dim
+    shape = batch, heads, heads_kv, len_q, len_k, head_dim
     windows = {"window_left": window_left, "window_right": window_right}
     dealt = kernels.deal(*shape, m, multiprocessors, l2_bytes=l2_mb << 20, **windows)
     tiles = torch.cartesian_prod(
@@ -132,9 +155,10 @@ def time_taken(
     rows_together = m if kernels.arch == 80 else 64
 
     def key_blocks(row):  # from that row on
-        end = min(len_q, row + rows_together + window_right) if window_right >= 0 else len_q
+        row += len_k - len_q
+        end = min(len_k, row + rows_together + window_right) if window_right >= 0 else len_k
         begin = max(0, row - window_left) if window_left >= 0 else 0
-        return math.ceil(end / n) - begin // n
+        return max(1, math.ceil(end / n) - begin // n)
 
     times = torch.zeros(math.ceil(len_q / m))
     for row in range(0, len_q, rows_together):

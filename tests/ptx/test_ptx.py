@@ -52,13 +52,15 @@ def test_other_rows_of_the_tile_table(sm80, head_dim, smem_limit, is_causal):
     check(sm80[BF16], *map(poisoned, inputs), is_causal, smem_limit=smem_limit)
 
 
-@BOTH_MASKS
-@pytest.mark.parametrize("head_dim, len_q", [(64, 100), (96, 150), (128, 150)])
+@pytest.mark.parametrize(
+    "head_dim, len_q, is_causal",
+    [(64, 100, False), (64, 100, True), (96, 150, False), (128, 150, False), (128, 150, True)],
+)
 def test_other_rows_of_sm90(sm90, head_dim, len_q, is_causal):
     """Than those which `test_sm90` has."""
     call = {"heads": 2, "is_banded": is_causal, "multiprocessors": 1}
-    other = sm90[BF16].tile(head_dim, 200, heads_kv=1, **call)
-    assert sm90[BF16].tile(head_dim, len_q, **call) != other
+    other = sm90[BF16].tile(head_dim, 200, 333, heads_kv=1, **call)
+    assert sm90[BF16].tile(head_dim, len_q, 140, **call) != other
     inputs = random_inputs(1, 2, len_q, head_dim, len_k=140, dtype=BF16)
     check(sm90[BF16], *map(poisoned, inputs), is_causal, multiprocessors=1)
 

@@ -41,19 +41,17 @@ class Schedule {
     // rounds would leave blocks without a tile.
     const int64_t kv_head_tiles = int64_t{query_rows.heads_per_kv_head()} * m_blocks;
     const auto anew = [&](int section) {
-      return mask != MaskKind::kFull && 3 * section * kv_head_tiles >= 4 * int64_t{multiprocessors};
+      return mask != MaskKind::kFull &&
+             3 * (section * kv_head_tiles) >= 4 * int64_t{multiprocessors};
     };
     // Of short sequences K and V are read from memory about as fast as they are used: smaller
-    // sections keep reads and work mixed. Best are those of one head, if two rounds hold whole ones
-    // and the last two are nearly full: who has the i-th tile of a head has the i-th from the end
-    // of another next, and all end together.
-    const bool small = params.len_k < 1024 && anew(heads_of_section(1));
-    const int64_t two_rounds = 2 * int64_t{multiprocessors};
-    const int64_t tiles = kv_heads * kv_head_tiles;
-    const int64_t in_whole_rounds = (tiles + two_rounds - 1) / two_rounds * two_rounds;
-    const bool in_pairs =
-        small && two_rounds % kv_head_tiles == 0 && 100 * in_whole_rounds <= 105 * tiles;
-    const int section = equal || in_pairs ? 1 : heads_of_section(small ? 1 : 2);
+    // sections keep reads and work mixed, best of all those of one head.
+    const bool few_keys = mask != MaskKind::kFull && params.len_k < 1024;
+    const bool by_heads =
+        equal || (few_keys && worth == block_m &&
+                  even_by_heads(params, kv_head_tiles, kv_heads * kv_head_tiles, multiprocessors));
+    const bool small = few_keys && anew(heads_of_section(1));
+    const int section = by_heads ? 1 : heads_of_section(small ? 1 : 2);
 
     Schedule s;
     s.order_ = TileOrder::make(params, query_rows, mask, block_m, worth, section);
@@ -107,6 +105,19 @@ class Schedule {
   CUTE_DEVICE TileCoord tile(int index) const { return order_.tile(index); }
 
  private:
+  // Whether blocks get equal work from one head of K and V after the other, under a mask: if two
+  // rounds hold whole heads, then who has the i-th tile of a head has the i-th from the end of
+  // another next, and of a triangle of whole tiles all such pairs are equal. What the last two
+  // rounds lack is to be little of all.
+  static bool even_by_heads(const FwdParams& params, int64_t kv_head_tiles, int64_t tiles,
+                            int multiprocessors) {
+    const bool is_triangle = !params.is_window() && params.band_end >= 0 &&
+                             params.len_q - 1 + params.band_end <= params.len_k;
+    const int64_t two_rounds = 2 * int64_t{multiprocessors};
+    const int64_t in_whole_rounds = (tiles + two_rounds - 1) / two_rounds * two_rounds;
+    return is_triangle && two_rounds % kv_head_tiles == 0 && 100 * in_whole_rounds <= 105 * tiles;
+  }
+
   TileOrder order_;
   int blocks_;
   int first_dealt_;     // tiles that are dealt out together at first: a section's, or all
