@@ -174,7 +174,7 @@ SM90_FAULTS = [
         SM90_MAINLOOP,
         "hopper::sync_warp();\n    release(empty);",
         "release(empty);",
-        head_dim=96,
+        head_dim=256,
     ),
     of_sm90(
         "fewer bytes of Q expected than come",
