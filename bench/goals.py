@@ -98,11 +98,13 @@ def beside(arch: str, peer: str, suite: str, where: Callable[[Case], bool] = lam
 
 
 def fp16_as_bf16(runs: Runs) -> Values:
-    """The speed beside cuDNN in fp16, over that in bf16."""
+    """The speed beside cuDNN in fp16, over that in bf16 in the same run."""
     for case in SUITES["fp16"]():
-        twin = replace(case, dtype="bf16")
-        of_fp16, of_bf16 = (_ratio(runs, ("sm90", c), ("cudnn", c)) for c in (case, twin))
-        yield case.name, of_fp16 / of_bf16 if of_fp16 and of_bf16 else None
+        if case.dtype == "fp16":
+            twin = replace(case, dtype="bf16")
+            has_both = [run for run in runs if {("sm90", case), ("sm90", twin)} <= run.keys()]
+            of_fp16, of_bf16 = (_ratio(has_both, ("sm90", c), ("cudnn", c)) for c in (case, twin))
+            yield case.name, of_fp16 / of_bf16 if of_fp16 and of_bf16 else None
 
 
 def grouped_as_many(runs: Runs) -> Values:
