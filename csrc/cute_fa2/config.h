@@ -162,8 +162,8 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // 1.10 1.12 1.29 1.48; softmax: 1.10 1.11 1.19 1.39. 2, 128, 2, products: 1.09 1.08 1.17 1.31.
     // 3 x 128 and 4 x 64 spill
     {{96, 3, 96, 3, 2, Turns::kProducts}, true, false},
-    // For N 512, of whose keys blocks of 96 waste an eighth: 1.22 1.14 1.30 1.37; none: 1.21 1.17
-    // 1.33 1.40
+    // For N 512, of whose keys blocks of 96 waste an eighth: 1.22 1.14 1.30 1.37; none, in the same
+    // run, 1.21 1.17 at N 512
     {{96, 4, 48, 4, 2, Turns::kProducts}, true, false, 110},
     // 1.19 1.23 1.38 1.48, all in one run with the two above. 5 stages: 1.20 1.25 1.37 1.46. In
     // turns at products, from another run: 1.20 1.20 1.38 1.43, where these had 1.19 1.23 1.40

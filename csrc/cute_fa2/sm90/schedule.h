@@ -107,15 +107,16 @@ class Schedule {
  private:
   // Whether blocks get equal work from one head of K and V after the other, under a mask: if two
   // rounds hold whole heads, then who has the i-th tile of a head has the i-th from the end of
-  // another next, and of a triangle of whole tiles all such pairs are equal. What the last two
-  // rounds lack is to be little of all.
+  // another next, and of whole tiles, if each row sees one key more than the row before, all such
+  // pairs are equal. What the last two rounds lack is to be little of all.
   static bool even_by_heads(const FwdParams& params, int64_t kv_head_tiles, int64_t tiles,
                             int multiprocessors) {
-    const bool is_triangle = !params.is_window() && params.band_end >= 0 &&
-                             params.len_q - 1 + params.band_end <= params.len_k;
+    const bool rows_grow_evenly = !params.is_window() && params.band_end >= 0 &&
+                                  params.len_q - 1 + params.band_end <= params.len_k;
     const int64_t two_rounds = 2 * int64_t{multiprocessors};
     const int64_t in_whole_rounds = (tiles + two_rounds - 1) / two_rounds * two_rounds;
-    return is_triangle && two_rounds % kv_head_tiles == 0 && 100 * in_whole_rounds <= 105 * tiles;
+    return rows_grow_evenly && two_rounds % kv_head_tiles == 0 &&
+           100 * in_whole_rounds <= 105 * tiles;
   }
 
   TileOrder order_;
