@@ -1,12 +1,12 @@
 """Tiles that have no row in csrc/cute_fa2/config.h, to be timed before one is written.
 
-    python -m bench.tiles sm90 64,2,128,4,2,products 64,3,128,3,2,none
+    python -m bench.tiles sm90 64,2,128,4,2,true 64,3,128,3,2,false
     python -m bench.tiles sm80 64,128,48,4,true --blocks-per-sm 3
     python -m bench.run --suite train --D 64 --check --tiles build/tiles/*.so
 
 A tile is given by the members of `FwdSm90Config` or `FwdConfig` in csrc/cute_fa2/config.h:
 
-    sm90    head_dim,consumers,block_n,stages,q_stages,turns
+    sm90    head_dim,consumers,block_n,stages,q_stages,in_turns
     sm80    head_dim,block_m,block_n,row_warps,scores_ahead[,column_warps]
 
 The first two commands need no GPU: they compile each tile, for Hopper, to a library of its own, and
@@ -63,10 +63,9 @@ def compile_tile(arch: str, tile: str, dtype: str, blocks_per_sm: int, folder: P
         name += f"_x{blocks_per_sm}"
     folder.mkdir(parents=True, exist_ok=True)
     source, target = folder / f"{name}.cu", folder / f"{name}.so"
-    members = re.sub("[a-z]+$", lambda turns: f"Turns::k{turns[0].title()}", tile)
     macros = {
         "ARCH": arch[2:],
-        "TILE": members if arch == "sm90" else tile,
+        "TILE": tile,
         "DTYPE": CPP_DTYPES[dtype],
         "BLOCKS": blocks_per_sm,
     }
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     for tile in args.tiles:
         members, example = {
             "sm80": (r"(\d+,){4}(true|false)(,\d+)?", "64,128,64,4,true"),
-            "sm90": (r"(\d+,){5}(none|products|softmax)", "64,3,128,3,2,softmax"),
+            "sm90": (r"(\d+,){5}(true|false)", "64,3,128,3,2,true"),
         }[args.arch]
         if not re.fullmatch(members, tile):
             parser.error(f"{tile!r} is not a tile of {args.arch}, as {example} is one")

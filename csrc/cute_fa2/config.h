@@ -86,13 +86,6 @@ constexpr int select_fwd_sm80(int head_dim, int smem_limit) {
   return -1;
 }
 
-// What consumers do one after the other, in turns.
-enum class Turns {
-  kNone,
-  kProducts,  // issue the products of a step, so that one's softmax meets another's products
-  kSoftmax,   // the exponentials of a step, which then have the unit for themselves
-};
-
 // One tile of the Hopper forward: `consumers` warpgroups of 128 threads hold kConsumerRows query
 // rows each; a producer warpgroup beside them loads.
 struct FwdSm90Config {
@@ -101,7 +94,8 @@ struct FwdSm90Config {
   int block_n;    // keys of a tile
   int stages;     // key blocks in shared memory
   int q_stages;  // query tiles in shared memory: with 2, the next one comes before this one is done
-  Turns turns;
+  bool in_turns;  // consumers issue the products of a step one after the other, so that one's
+                  // softmax meets another's products
 
   static constexpr int kConsumerRows = 64;  // of a consumer: what a product of a warpgroup has
 
@@ -145,50 +139,51 @@ struct FwdSm90Row {
 // Beside a head dim: its speed on an H200 as a multiple of cuDNN's (PyTorch's SDPA, same run; bf16,
 // B x N = 16384): of N 512 full, N 512 causal, N 4096 full, N 4096 causal, as it was when the row
 // was chosen; bench/results/tuning.json has the speed as it is. Then what else was tried, as
-// consumers, block_n, stages, turns, from other runs, of which there is no file. "O from registers"
+// consumers, block_n, stages, turns ("products": in_turns; "none"; "softmax": at the exponentials,
+// which the main loop no longer has), from other runs, of which there is no file. "O from registers"
 // is how an epilogue before this one stored it: up to 6% slower at N 512 (csrc README).
 inline constexpr FwdSm90Row kFwdSm90[] = {
-    // head_dim, consumers, block_n, stages, q_stages, turns, full, banded
+    // head_dim, consumers, block_n, stages, q_stages, in_turns, full, banded
     // 1.46 1.35 1.44 1.43. 3, 128, 3, products: 1.27 1.07 1.44 1.37. 4 x 96 and 4 x 128 spill
-    {{32, 4, 64, 4, 2, Turns::kNone}, true, true},
+    {{32, 4, 64, 4, 2, false}, true, true},
     // 1.22 1.22 1.27 1.29. 4, 64, 4, none: 1.21 1.20 1.24 1.26; products: 1.23 1.16 1.23 1.28;
     // softmax: 1.10 1.10 1.03 1.08. 3, 64, 4, none: 1.04 1.08 1.10 1.16. 3, 128, 3, none: 1.06 1.04
     // 1.21 1.26. O from registers: 2, 128, 4, products: 0.95 0.90 0.96 1.03; 2, 192, 3, products:
     // 0.81 0.85 0.98 1.03
-    {{64, 4, 64, 6, 2, Turns::kNone}, true, true},
+    {{64, 4, 64, 6, 2, false}, true, true},
     // For few tiles, with fewer rows each: README.md, Ideas for sm90.
-    {{64, 2, 128, 4, 2, Turns::kProducts}, true, true, 122},
+    {{64, 2, 128, 4, 2, true}, true, true, 122},
     // 1.14 at N 512; at N 4096, where it serves, 1.44. In another run 1.08 1.16 1.34 1.53; none:
     // 1.10 1.12 1.29 1.48; softmax: 1.10 1.11 1.19 1.39. 2, 128, 2, products: 1.09 1.08 1.17 1.31.
     // 3 x 128 and 4 x 64 spill
-    {{96, 3, 96, 3, 2, Turns::kProducts}, true, false},
+    {{96, 3, 96, 3, 2, true}, true, false},
     // For N 512, of whose keys blocks of 96 waste an eighth: 1.22 1.14 1.30 1.37; none, in the same
     // run, 1.21 1.17 at N 512
-    {{96, 4, 48, 4, 2, Turns::kProducts}, true, false, 110},
+    {{96, 4, 48, 4, 2, true}, true, false, 110},
     // 1.19 1.23 1.38 1.48, all in one run with the two above. 5 stages: 1.20 1.25 1.37 1.46. In
     // turns at products, from another run: 1.20 1.20 1.38 1.43, where these had 1.19 1.23 1.40
     // 1.46. 3, 80, 3, none: 1.12 1.11 1.36 1.46
-    {{96, 3, 64, 4, 2, Turns::kNone}, false, true},
+    {{96, 3, 64, 4, 2, false}, false, true},
     // At N 4096, where it serves: 1.13 1.26. In another run, at both: 0.94 0.98 1.16 1.30; in turns
     // at products: 0.95 0.98 1.13 1.26. 3, 64, 3 and one stage of Q, none: 0.96 0.99 1.09 1.31. 3,
     // 80, 2, products: 0.94 0.94 1.12 1.29. 3 x 96 spills
-    {{128, 3, 64, 2, 2, Turns::kNone}, true, true},
+    {{128, 3, 64, 2, 2, false}, true, true},
     // At N 512, where it serves: 1.06 1.04. In another run, at both: 1.06 1.04 1.09 1.24; softmax:
     // 0.99 1.04 1.06 1.17. 2, 64, 4, none: 1.04 1.05 1.04 1.17; products: 1.02 1.05 1.00 1.16,
     // where these had 1.06 1.03 and the former 1.22 1.28. 176 keys and one stage of Q,
     // products (O from registers): 0.96 0.80 1.05 1.18
-    {{128, 2, 128, 2, 2, Turns::kProducts}, true, true, 106},
+    {{128, 2, 128, 2, 2, true}, true, true, 106},
     // 1.14 1.04 1.25 1.27; none: 1.13 1.05 1.22 1.26; softmax: 1.10 1.05 1.16 1.24. With one stage
     // of Q: 64, 3, products: 1.11 1.03 1.17 1.25; 96, 2, softmax full and products causal: 1.07
     // 0.99 1.22 1.26. O from registers: 112 keys, products 1.09 0.92 1.23 1.28. 3 x 48 and 3 x 64
     // spill
-    {{192, 2, 64, 2, 2, Turns::kProducts}, true, true},
-    // 1.15 0.94 1.21 1.29; at N 512 causal with sections that left blocks without tiles
-    // (schedule.h): products had 1.03 with others. O from registers: products 1.12 1.02 1.14 1.31,
-    // softmax 1.10 1.02 1.16 1.35, none 1.10 1.01 1.16 1.29; 80 keys, products 1.07 0.97 1.14 1.31.
-    // Two stages of Q leave room for 32 keys, 2 stages: products 0.97 0.93 0.98 1.12
-    {{256, 2, 64, 2, 1, Turns::kProducts}, true, false},
-    {{256, 2, 64, 2, 1, Turns::kSoftmax}, false, true},
+    {{192, 2, 64, 2, 2, true}, true, true},
+    // 1.15 1.09 1.16 1.34, and under a mask at N 1024 to 16384 1.15 1.24 1.33 1.37 1.37, where
+    // turns at softmax had 1.09 1.14 1.23 1.32 1.36 1.36 in the same runs. O from registers:
+    // products 1.12 1.02 1.14 1.31, softmax 1.10 1.02 1.16 1.35, none 1.10 1.01 1.16 1.29; 80 keys,
+    // products 1.07 0.97 1.14 1.31. Two stages of Q leave room for 32 keys, 2 stages: products 0.97
+    // 0.93 0.98 1.12
+    {{256, 2, 64, 2, 1, true}, true, true},
 };
 
 // How many rows a query may be in the SM90 kernels, where heads share K and V: a consumer's rows

@@ -23,15 +23,15 @@ from faults import (
 )
 
 
-def with_turns(kind: str) -> tuple[str, str, str]:
-    """At what consumers take turns, whatever the tile table says."""
-    return SM90_MAINLOOP, "kTurns = Traits::kConfig.turns;", f"kTurns = Turns::{kind};"
+def in_turns(value: str) -> tuple[str, str, str]:
+    """Whether consumers take turns, whatever the tile table says."""
+    return SM90_MAINLOOP, "kInTurns = Traits::kConfig.in_turns;", f"kInTurns = {value};"
 
 
 #: No faults, and nothing is to be caught: what the tile table may have as well.
 SM90_VARIANTS = [
-    Fault(f"sm90 turns {kind}", "^$", [with_turns(kind)], arch=90)
-    for kind in ("kNone", "kProducts", "kSoftmax")
+    Fault(f"sm90 in turns: {value}", "^$", [in_turns(value)], arch=90)
+    for value in ("true", "false")
 ]
 
 SM90_FAULTS = [
@@ -146,20 +146,12 @@ SM90_FAULTS = [
         "GMMA::ScaleOut::One",
     ),
     of_sm90(
-        "turn at the products not passed",
+        "turn not passed",
         STUCK,
         SM90_MAINLOOP,
-        "multiply_values(tSrP, tOrO);\n      pass_turn<Turns::kProducts>();",
+        "multiply_values(tSrP, tOrO);\n      pass_turn();",
         "multiply_values(tSrP, tOrO);",
-        with_turns("kProducts"),
-    ),
-    of_sm90(
-        "turn at the softmax not passed",
-        STUCK,
-        SM90_MAINLOOP,
-        "pass_turn<Turns::kSoftmax>();",
-        "",
-        with_turns("kSoftmax"),
+        in_turns("true"),
     ),
     of_sm90(
         "V of a skipped block kept",
@@ -212,17 +204,17 @@ SM90_FAULTS = [
         "turn of a skipped block not passed",
         STUCK,
         SM90_MAINLOOP,
-        "wait_turn<kTurns>();\n      pass_turn<kTurns>();",
-        "wait_turn<kTurns>();",
-        with_turns("kProducts"),
+        "wait_turn();\n      pass_turn();",
+        "wait_turn();",
+        in_turns("true"),
     ),
     of_sm90(
         "turns that are passed and not waited for",
         "comes to barrier . again before the others have|every thread waits",
         SM90_MAINLOOP,
-        "wait_turn<Turns::kSoftmax>();",
-        "",
-        with_turns("kSoftmax"),
+        "wait_turn();\n    multiply_keys(tSrS);",
+        "multiply_keys(tSrS);",
+        in_turns("true"),
     ),
     of_sm90(
         "Q of a consumer without rows kept",

@@ -32,14 +32,16 @@ def kernels(request: pytest.FixtureRequest) -> Emulator:
 @BOTH_MASKS
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("len_q", [512, 1000, 1024, 2048, 4096, 8192, 16384])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_equal_work(kernels, head_dim, len_q, gpu, is_causal):
+@pytest.mark.parametrize(
+    "head_dim, most", [(64, 1.04), (96, 1.11), (128, 1.07), (192, 1.09), (256, 1.07)]
+)
+def test_equal_work(kernels, head_dim, most, len_q, gpu, is_causal):
     """With about 16384 rows of 2048 elements, in as many heads and sequences as that makes."""
     if kernels.arch == 90 and gpu == "A100":
         pytest.skip("runs the sm80 kernels alone")
     shape = max(1, 16384 // len_q), 2048 // head_dim, 2048 // head_dim, len_q, head_dim
     window = {"window_right": 0} if is_causal else {}
-    assert time_taken(kernels, *shape, *GPUS[gpu], **window) <= 1.08
+    assert time_taken(kernels, *shape, *GPUS[gpu], **window) <= most
 
 
 @pytest.mark.parametrize(

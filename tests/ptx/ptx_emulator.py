@@ -78,8 +78,8 @@ class PtxEmulator(Emulator):
 
 def _unnumbered(mangled: str) -> str:
     """Without the numbers of what a name repeats, which depend on what stands ahead; and without
-    `false` and `Turns::kNone`, which g++ leaves out at the end of a struct and nvcc does not."""
-    return re.sub(r"Lb0E|LNS_5TurnsE0E", "", re.sub(r"S\d*_", "S_", mangled))
+    `false`, which g++ leaves out at the end of a struct and nvcc does not."""
+    return re.sub(r"Lb0E", "", re.sub(r"S\d*_", "S_", mangled))
 
 
 class _GlobalMemory:

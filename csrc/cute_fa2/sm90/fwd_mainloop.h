@@ -28,7 +28,7 @@ class FwdMainloop {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
-  static constexpr Turns kTurns = Traits::kConfig.turns;
+  static constexpr bool kInTurns = Traits::kConfig.in_turns;
 
  public:
   CUTE_DEVICE FwdMainloop(const Arguments& arguments, SharedMemory& smem, int index)
@@ -39,7 +39,7 @@ class FwdMainloop {
         keys_(Traits::fragment_k(smem.k[0])),
         values_(Traits::fragment_vt(smem.v[0])) {
     // The first consumer has the first turn, as if the last one had passed it on.
-    if (index == kConsumers - 1) pass_turn<kTurns>();
+    if (index == kConsumers - 1) pass_turn();
   }
 
   // Works off the tiles that the producer loads. `finish_tile(tile, row0, softmax, tOrO)` takes
@@ -107,8 +107,8 @@ class FwdMainloop {
   CUTE_DEVICE void skip_blocks(int blocks) {
     CUTE_NO_UNROLL
     for (int i = 0; i < blocks; ++i) {
-      wait_turn<kTurns>();
-      pass_turn<kTurns>();
+      wait_turn();
+      pass_turn();
       hand_back(smem_.k_full[k_.stage], smem_.k_empty[k_.stage], k_);
       hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);
     }
@@ -128,9 +128,9 @@ class FwdMainloop {
   CUTE_DEVICE void multiply_first_keys(const Work& work, Scores& tSrS) {
     skip_blocks(work.skipped);
     smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-    wait_turn<Turns::kProducts>();
+    wait_turn();
     multiply_keys(tSrS);
-    pass_turn<Turns::kProducts>();
+    pass_turn();
   }
 
   // From the first scores of a tile to its last product.
@@ -166,14 +166,12 @@ class FwdMainloop {
     int risen = -1;  // the last block after the first in which a reference has risen
     CUTE_NO_UNROLL
     for (int n_block = first_block;; --n_block) {
-      wait_turn<Turns::kSoftmax>();
       softmax.weigh(scores, bounds);
       // All of this runs under the product of the block before with V, if it stands before the
       // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
       // of a branch that needs the results.
       warpgroup_fence_operand(tSrS);
       softmax.finish_weighing();
-      pass_turn<Turns::kSoftmax>();
       hopper::wait_products<0>();
       warpgroup_fence_operand(tOrO);
       if (n_block != first_block) release_values();
@@ -182,10 +180,10 @@ class FwdMainloop {
       if (n_block == work.blocks.begin) break;
 
       smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-      wait_turn<Turns::kProducts>();
+      wait_turn();
       multiply_keys(tSrS);
       multiply_values(tSrP, tOrO);
-      pass_turn<Turns::kProducts>();
+      pass_turn();
       wait_for_scores<1>(tSrS);
       // Without a mask only the last keys may be cut off, and they come first.
       if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
@@ -263,17 +261,14 @@ class FwdMainloop {
     q_.advance();
   }
 
-  // At what consumers do in turns, if it is this. Orders their work alone: no data are handed
-  // over.
-  template <Turns kAt>
+  // Orders the consumers' work alone: no data are handed over.
   CUTE_DEVICE void wait_turn() const {
-    if constexpr (kAt == kTurns && kAt != Turns::kNone) {
+    if constexpr (kInTurns) {
       hopper::wait_at(kFirstTurnBarrier + index_);
     }
   }
-  template <Turns kAt>
   CUTE_DEVICE void pass_turn() const {
-    if constexpr (kAt == kTurns && kAt != Turns::kNone) {
+    if constexpr (kInTurns) {
       hopper::arrive_at(kFirstTurnBarrier + (index_ + 1) % kConsumers);
     }
   }

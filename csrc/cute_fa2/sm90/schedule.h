@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cute/config.hpp>
+#include <numeric>
 
 #include "common/tile.h"
 #include "common/tile_order.h"
@@ -14,9 +16,9 @@
 namespace flash_cute::sm90 {
 
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
-// longer tile has the shorter one next. Under a mask each section of some length begins anew and
-// with another block, so that its last round, in which there is not a tile for everybody, favours
-// others.
+// longer tile has the shorter one next. Under a mask each section of some length begins anew, in
+// pairs: the second begins backwards, so that its last round, in which there is not a tile for
+// everybody, is for those whom the first one's spared, and the next pair with another block.
 class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
@@ -28,28 +30,34 @@ class Schedule {
     const int last_rows = query_rows.count(params.len_q) - (m_blocks - 1) * block_m;
     const int worth = std::max((last_rows + kRows - 1) / kRows * kRows, block_m * 3 / 5);
 
-    // Equal tiles need no order but that of memory. Else as few sections as may be, of as many
-    // heads each, but for the first.
+    // Equal tiles need no order but that of memory. Others are dealt out anew for each section,
+    // where a mask makes them differ much, unless one has much less than two rounds: that would
+    // leave blocks without a tile.
     const bool equal = mask == MaskKind::kFull && worth == block_m;
+    const int64_t places = multiprocessors;
+    const int64_t kv_head_tiles = int64_t{query_rows.heads_per_kv_head()} * m_blocks;
+    const auto anew = [&](int section) {
+      return mask != MaskKind::kFull && 4 * (section * kv_head_tiles) >= 5 * places;
+    };
+    // As few sections as may be, of as many heads each, but for the first; or, if heads that fill
+    // whole rounds are about as many, and enough for the first section are left, of these.
     const int kv_heads = params.heads_kv() * params.batch;
+    const int fill_rounds = static_cast<int>(places / std::gcd(kv_head_tiles, places));
     const auto heads_of_section = [&](int thirds_of_l2) {
       const int most = TileOrder::kv_heads_within(l2_bytes / 3 * thirds_of_l2, params);
       const int sections = (kv_heads - 1) / most + 1;
-      return (kv_heads - 1) / sections + 1;
-    };
-    // A section is dealt out anew, as tiles differ much under a mask. One of much less than two
-    // rounds would leave blocks without a tile.
-    const int64_t kv_head_tiles = int64_t{query_rows.heads_per_kv_head()} * m_blocks;
-    const auto anew = [&](int section) {
-      return mask != MaskKind::kFull &&
-             3 * (section * kv_head_tiles) >= 4 * int64_t{multiprocessors};
+      const int section = (kv_heads - 1) / sections + 1;
+      const int filling = (section + fill_rounds / 2) / fill_rounds * fill_rounds;
+      const bool fills = sections > 1 && 10 * std::abs(filling - section) <= section &&
+                         anew((kv_heads - 1) % filling + 1);
+      return fills ? filling : section;
     };
     // Of short sequences K and V are read from memory about as fast as they are used: smaller
     // sections keep reads and work mixed, best of all those of one head.
     const bool few_keys = mask != MaskKind::kFull && params.len_k < 1024;
     const bool by_heads =
         equal || (few_keys && worth == block_m &&
-                  even_by_heads(params, kv_head_tiles, kv_heads * kv_head_tiles, multiprocessors));
+                  even_by_heads(params, kv_head_tiles, kv_heads * kv_head_tiles, places));
     const bool small = few_keys && anew(heads_of_section(1));
     const int section = by_heads ? 1 : heads_of_section(small ? 1 : 2);
 
@@ -82,9 +90,11 @@ class Schedule {
         if (dealt_ >= section_tiles) {
           first_ += section_tiles;
           dealt_ = 0;
-          is_backward_ = false;
-          place_ += blocks * 5 / 8;  // about the golden section, whose multiples spread widely
-          if (place_ >= blocks) place_ -= blocks;
+          is_backward_ = ++section_ % 2 != 0;
+          if (!is_backward_) {  // by halves and quarters of the blocks: to places far apart
+            place_ += section_ % 4 != 0 ? blocks / 2 : blocks * 3 / 4;
+            if (place_ >= blocks) place_ -= blocks;
+          }
         }
         if (exists) return static_cast<int>(index);
       }
@@ -92,9 +102,10 @@ class Schedule {
     }
 
    private:
-    unsigned place_;      // of the block among the blocks, in this section
-    unsigned first_ = 0;  // tile of the section; past the last it may pass 2^31
-    unsigned dealt_ = 0;  // tiles of the section, in the rounds before
+    unsigned place_;        // of the block among the blocks, in this section
+    unsigned first_ = 0;    // tile of the section; past the last it may pass 2^31
+    unsigned dealt_ = 0;    // tiles of the section, in the rounds before
+    unsigned section_ = 0;  // how many were dealt out before this one
     bool is_backward_ = false;
   };
 
@@ -110,10 +121,10 @@ class Schedule {
   // another next, and of whole tiles, if each row sees one key more than the row before, all such
   // pairs are equal. What the last two rounds lack is to be little of all.
   static bool even_by_heads(const FwdParams& params, int64_t kv_head_tiles, int64_t tiles,
-                            int multiprocessors) {
+                            int64_t places) {
     const bool rows_grow_evenly = !params.is_window() && params.band_end >= 0 &&
                                   params.len_q - 1 + params.band_end <= params.len_k;
-    const int64_t two_rounds = 2 * int64_t{multiprocessors};
+    const int64_t two_rounds = 2 * places;
     const int64_t in_whole_rounds = (tiles + two_rounds - 1) / two_rounds * two_rounds;
     return rows_grow_evenly && two_rounds % kv_head_tiles == 0 &&
            100 * in_whole_rounds <= 105 * tiles;
