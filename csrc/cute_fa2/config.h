@@ -140,8 +140,8 @@ struct FwdSm90Row {
 // B x N = 16384): of N 512 full, N 512 causal, N 4096 full, N 4096 causal, as it was when the row
 // was chosen; bench/results/tuning.json has the speed as it is. Then what else was tried, as
 // consumers, block_n, stages, turns ("products": in_turns; "none"; "softmax": at the exponentials,
-// which the main loop no longer has), from other runs, of which there is no file. "O from registers"
-// is how an epilogue before this one stored it: up to 6% slower at N 512 (csrc README).
+// which the main loop no longer has), from other runs, of which there is no file. "O from
+// registers" is how an epilogue before this one stored it: up to 6% slower at N 512 (csrc README).
 inline constexpr FwdSm90Row kFwdSm90[] = {
     // head_dim, consumers, block_n, stages, q_stages, in_turns, full, banded
     // 1.46 1.35 1.44 1.43. 3, 128, 3, products: 1.27 1.07 1.44 1.37. 4 x 96 and 4 x 128 spill
