@@ -16,9 +16,9 @@
 namespace flash_cute::sm90 {
 
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
-// longer tile has the shorter one next. Under a mask each section of some length begins anew, in
-// pairs: the second begins backwards, so that its last round, in which there is not a tile for
-// everybody, is for those whom the first one's spared, and the next pair with another block.
+// longer tile has the shorter one next. Sections of tiles that differ much begin anew, in pairs:
+// the second begins backwards, so that its last round, in which there is not a tile for everybody,
+// is for those whom the first one's spared, and the next pair with another block.
 class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
@@ -30,14 +30,15 @@ class Schedule {
     const int last_rows = query_rows.count(params.len_q) - (m_blocks - 1) * block_m;
     const int worth = std::max((last_rows + kRows - 1) / kRows * kRows, block_m * 3 / 5);
 
-    // Equal tiles need no order but that of memory. Others are dealt out anew for each section,
-    // where a mask makes them differ much, unless one has much less than two rounds: that would
-    // leave blocks without a tile.
+    // Equal tiles need no order but that of memory. Others are dealt out anew for each section
+    // where they differ much, by a mask or in a short head's last one, unless a section has much
+    // less than two rounds: that would leave blocks without a tile.
     const bool equal = mask == MaskKind::kFull && worth == block_m;
     const int64_t places = multiprocessors;
     const int64_t kv_head_tiles = int64_t{query_rows.heads_per_kv_head()} * m_blocks;
     const auto anew = [&](int section) {
-      return mask != MaskKind::kFull && 4 * (section * kv_head_tiles) >= 5 * places;
+      return !equal && (mask != MaskKind::kFull || m_blocks <= 6) &&
+             4 * (section * kv_head_tiles) >= 5 * places;
     };
     // As few sections as may be, of as many heads each, but for the first; or, if heads that fill
     // whole rounds are about as many, and enough for the first section are left, of these.
