@@ -152,8 +152,7 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // 0.81 0.85 0.98 1.03
     {{64, 4, 64, 6, 2, false}, true, true},
     // For few tiles, with fewer rows each: README.md, Ideas for sm90. Of 192 to 1152 queries it
-    // took
-    // 1.05 to 1.63 times as long as the one above; of 128, 0.95 full and 1.07 causal.
+    // took 1.05 to 1.63 times as long as the one above; of 128, 0.95 full and 1.07 causal.
     {{64, 2, 128, 4, 2, true}, true, true, 140},
     // 1.14 at N 512; at N 4096, where it serves, 1.44. In another run 1.08 1.16 1.34 1.53; none:
     // 1.10 1.12 1.29 1.48; softmax: 1.10 1.11 1.19 1.39. 2, 128, 2, products: 1.09 1.08 1.17 1.31.
