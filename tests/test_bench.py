@@ -185,10 +185,16 @@ def test_a_tile_becomes_a_provider(tmp_path: Path, capsys: pytest.CaptureFixture
         assert (row["status"], row["note"]) == ("skipped", "needs a GPU")
 
 
-@pytest.mark.parametrize("tile", ["64,128,64,4", "64,128,64,4,2", "a,128,64,4,true"])
-def test_bad_tiles(tile: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arch, tile",
+    [
+        *(("sm80", tile) for tile in ("64,128,64,4", "64,128,64,4,2", "a,128,64,4,true")),
+        *(("sm90", tile) for tile in ("64,2,128,4,2", "64,2,128,4,2,products")),
+    ],
+)
+def test_bad_tiles(arch: str, tile: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        tiles.main(["sm80", tile])
+        tiles.main([arch, tile])
     assert tile in capsys.readouterr().err
 
 

@@ -151,8 +151,9 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // 1.21 1.26. O from registers: 2, 128, 4, products: 0.95 0.90 0.96 1.03; 2, 192, 3, products:
     // 0.81 0.85 0.98 1.03
     {{64, 4, 64, 6, 2, false}, true, true},
-    // For few tiles, with fewer rows each: README.md, Ideas for sm90. Of 192 to 1152 queries it
-    // took 1.05 to 1.63 times as long as the one above; of 128, 0.95 full and 1.07 causal.
+    // For few tiles, with fewer rows each: README.md, Ideas for sm90. With many of 192 to 1152
+    // queries it took 1.05 to 1.63 times as long as the one above, and this cost never chooses it
+    // there; of 128 queries, where it does, 0.95 full and 1.07 causal.
     {{64, 2, 128, 4, 2, true}, true, true, 140},
     // 1.14 at N 512; at N 4096, where it serves, 1.44. In another run 1.08 1.16 1.34 1.53; none:
     // 1.10 1.12 1.29 1.48; softmax: 1.10 1.11 1.19 1.39. 2, 128, 2, products: 1.09 1.08 1.17 1.31.
@@ -179,11 +180,11 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // 0.99 1.22 1.26. O from registers: 112 keys, products 1.09 0.92 1.23 1.28. 3 x 48 and 3 x 64
     // spill
     {{192, 2, 64, 2, 2, true}, true, true},
-    // 1.15 1.09 1.16 1.34, and under a mask at N 1024 to 16384 1.15 1.24 1.33 1.37 1.37, where
-    // turns at softmax had 1.09 1.14 1.23 1.32 1.36 1.36 in the same runs. O from registers:
-    // products 1.12 1.02 1.14 1.31, softmax 1.10 1.02 1.16 1.35, none 1.10 1.01 1.16 1.29; 80 keys,
-    // products 1.07 0.97 1.14 1.31. Two stages of Q leave room for 32 keys, 2 stages: products 0.97
-    // 0.93 0.98 1.12
+    // 1.15 1.09 1.16 1.33. Under a mask at N 512 to 16384 1.09 1.15 1.24 1.33 1.38 1.37, where
+    // softmax had 1.09 1.14 1.23 1.32 1.35 1.35 in the same runs. O from registers: products 1.12
+    // 1.02 1.14 1.31, softmax 1.10 1.02 1.16 1.35, none 1.10 1.01 1.16 1.29; 80 keys, products 1.07
+    // 0.97 1.14 1.31. Two stages of Q leave room for 32 keys, 2 stages: products 0.97 0.93
+    // 0.98 1.12
     {{256, 2, 64, 2, 1, true}, true, true},
 };
 

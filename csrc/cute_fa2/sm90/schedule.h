@@ -17,8 +17,8 @@ namespace flash_cute::sm90 {
 
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
 // longer tile has the shorter one next. Sections of tiles that differ much begin anew, in pairs:
-// the second begins backwards, so that its last round, in which there is not a tile for everybody,
-// is for those whom the first one's spared, and the next pair with another block.
+// the second begins backwards, so that of as many rounds its last, in which there is not a tile for
+// everybody, is for those whom the first one's spared; and the next pair with another block.
 class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
@@ -31,8 +31,8 @@ class Schedule {
     const int worth = std::max((last_rows + kRows - 1) / kRows * kRows, block_m * 3 / 5);
 
     // Equal tiles need no order but that of memory. Others are dealt out anew for each section
-    // where they differ much, by a mask or in a short head's last one, unless a section has much
-    // less than two rounds: that would leave blocks without a tile.
+    // where they differ much, by a mask or in a short head's last one, unless a section has less
+    // than 5/4 rounds: that would leave blocks without a tile.
     const bool equal = mask == MaskKind::kFull && worth == block_m;
     const int64_t places = multiprocessors;
     const int64_t kv_head_tiles = int64_t{query_rows.heads_per_kv_head()} * m_blocks;
@@ -40,8 +40,8 @@ class Schedule {
       return !equal && (mask != MaskKind::kFull || m_blocks <= 6) &&
              4 * (section * kv_head_tiles) >= 5 * places;
     };
-    // As few sections as may be, of as many heads each, but for the first; or, if heads that fill
-    // whole rounds are about as many, and enough for the first section are left, of these.
+    // As few sections as L2 allows, of as many heads each, but for the first. Or, if so many heads,
+    // give or take a tenth, fill whole rounds, and enough for the first section are left, of these.
     const int kv_heads = params.heads_kv() * params.batch;
     const int fill_rounds = static_cast<int>(places / std::gcd(kv_head_tiles, places));
     const auto heads_of_section = [&](int thirds_of_l2) {
@@ -49,7 +49,8 @@ class Schedule {
       const int sections = (kv_heads - 1) / most + 1;
       const int section = (kv_heads - 1) / sections + 1;
       const int filling = (section + fill_rounds / 2) / fill_rounds * fill_rounds;
-      const bool fills = sections > 1 && 10 * std::abs(filling - section) <= section &&
+      const bool fills = sections > 1 && filling > 0 &&
+                         10 * std::abs(filling - section) <= section &&
                          anew((kv_heads - 1) % filling + 1);
       return fills ? filling : section;
     };
@@ -92,7 +93,7 @@ class Schedule {
           first_ += section_tiles;
           dealt_ = 0;
           is_backward_ = ++section_ % 2 != 0;
-          if (!is_backward_) {  // by halves and quarters of the blocks: to places far apart
+          if (!is_backward_) {  // 1/2, 1/4, 3/4, 1/2, 0, ... of the blocks from where it began
             place_ += section_ % 4 != 0 ? blocks / 2 : blocks * 3 / 4;
             if (place_ >= blocks) place_ -= blocks;
           }
