@@ -71,17 +71,17 @@ def test_odd_numbers_of_heads(kernels, batch, heads, heads_kv, len_q, head_dim):
 
 
 @pytest.mark.parametrize(
-    "batch, heads, len_q, head_dim, most",
+    "batch, heads, len_q, head_dim",
     [
-        (52, 21, 624, 96, 1.06),  # sm90: 1.15 as one sequence
-        (39, 16, 824, 128, 1.06),  # sm90: 1.13 as one sequence
+        (52, 21, 624, 96),  # sm90: 1.18 as one sequence
+        (39, 16, 824, 128),  # sm90: 1.17 as one sequence
     ],
 )
-def test_short_last_tiles(kernels, batch, heads, len_q, head_dim, most):
+def test_short_last_tiles(kernels, batch, heads, len_q, head_dim):
     """Without a mask, in heads of few tiles of which the last lacks rows."""
     if kernels.arch == 80:
         pytest.skip("takes no account of it")
-    assert time_taken(kernels, batch, heads, heads, len_q, head_dim) <= most
+    assert time_taken(kernels, batch, heads, heads, len_q, head_dim) <= 1.04
 
 
 @pytest.mark.parametrize("window", [(0, -1), (300, -1), (700, 0), (64, 64)])
