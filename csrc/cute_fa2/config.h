@@ -194,12 +194,49 @@ inline int most_rows_of_query_sm90(const FwdParams& params) {
   return params.q.stride_head != 0 ? FwdSm90Config::kConsumerRows : 1;
 }
 
+// How a call's tiles are dealt out to `places` thread blocks: whole ones first, and where those
+// behind them are too few for all blocks, in parts, each with the rows of some of the consumers.
+// Each part's block reads all of the tile's keys, but takes about the mean of the time of the whole
+// tile and the part's share of it. README.md, Tiles of a block, has what was measured.
+struct DealtTiles {
+  int64_t whole;
+  int64_t cut;    // tiles that are dealt out in
+  int parts;      // so many parts each, of
+  int part_rows;  // so many rows, but for the last
+
+  // Without a mask the last round is cut; under one only tiles that are few, as the last ones of
+  // many are short. A triangle's may have two rounds of parts, the second of short tiles.
+  static constexpr DealtTiles make(int block_m, MaskKind mask, bool is_triangle, int64_t tiles,
+                                   int64_t places) {
+    DealtTiles dealt{};
+    dealt.cut = mask == MaskKind::kFull || tiles < places ? tiles % places : 0;
+    dealt.whole = tiles - dealt.cut;
+    // As small as leaves a place for each.
+    do {
+      dealt.part_rows += FwdSm90Config::kConsumerRows;
+      dealt.parts = (block_m - 1) / dealt.part_rows + 1;
+    } while (dealt.parts > 1 && dealt.parts * dealt.cut > (is_triangle ? 2 : 1) * places);
+    return dealt;
+  }
+
+  // What the busiest block takes for them, as whole tiles' rows by all keys. A triangle's longest
+  // tile has twice the keys of the mean, and short ones fill the gaps.
+  constexpr double time(int block_m, bool is_triangle, int64_t places) const {
+    const double of_part = 0.5 * (block_m + part_rows);
+    if (is_triangle) {
+      const double all = whole * block_m + cut * parts * of_part;
+      return std::max(2 * (cut > 0 ? of_part : block_m), all / places);
+    }
+    const int64_t rounds = (whole + places - 1) / places;
+    return rounds * block_m + (cut > 0 ? of_part : 0);
+  }
+};
+
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1. Of several it is the
 // one that takes a multiprocessor the least time, by its query rows and whole blocks of `len_k`
 // keys: so long sequences get large tiles, and few queries small ones, that more multiprocessors
-// share. `tiles_of` tells how many tiles of so many rows the call has. Where they are a triangle
-// (causal, with about as many keys as queries) the longest has twice the keys of the mean, and
-// short ones fill the gaps.
+// share. `tiles_of` tells how many tiles of so many rows the call has; `is_triangle` is
+// FwdParams::is_triangle() of a masked call.
 template <class TilesOf>
 constexpr int select_fwd_sm90(int head_dim, MaskKind mask, bool is_triangle, int len_k,
                               int multiprocessors, const TilesOf& tiles_of) {
@@ -207,13 +244,12 @@ constexpr int select_fwd_sm90(int head_dim, MaskKind mask, bool is_triangle, int
   double least = std::numeric_limits<double>::infinity();
   for (const FwdSm90Row& row : kFwdSm90) {
     if (row.config.head_dim == head_dim && row.serves(mask)) {
-      const int64_t block_m = row.config.block_m(), places = multiprocessors;
-      const int64_t tiles = tiles_of(row.config.block_m());
-      const int64_t whole_rounds = (tiles + places - 1) / places * places;
-      const int64_t rows = block_m * (is_triangle ? std::max(tiles, 2 * places) : whole_rounds);
-      const int block_n = row.config.block_n;
+      const int block_m = row.config.block_m(), block_n = row.config.block_n;
+      const double rows =
+          DealtTiles::make(block_m, mask, is_triangle, tiles_of(block_m), multiprocessors)
+              .time(block_m, is_triangle, multiprocessors);
       const int64_t keys = (int64_t{len_k} + block_n - 1) / block_n * block_n;
-      const double time = static_cast<double>(row.row_cost) * rows * keys;
+      const double time = row.row_cost * rows * keys;
       if (time < least) {
         least = time;
         best = index;

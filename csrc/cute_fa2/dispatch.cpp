@@ -69,10 +69,9 @@ std::string why_sm90_cannot_read(const FwdParams& params) {
 
 // The SM90 tile for a call, as a row of kFwdSm90, or -1.
 int select_row_sm90(const FwdParams& params, MaskKind mask, int device) {
-  const bool is_triangle =
-      mask == MaskKind::kBanded && !params.is_window() && params.len_k < 2 * int64_t{params.len_q};
   return select_fwd_sm90(
-      built_for(params.head_dim), mask, is_triangle, params.len_k, multiprocessors_of(device),
+      built_for(params.head_dim), mask, mask == MaskKind::kBanded && params.is_triangle(),
+      params.len_k, multiprocessors_of(device),
       [&](int block_m) { return tiles_of(params, block_m, most_rows_of_query_sm90(params)); });
 }
 

@@ -79,6 +79,9 @@ struct FwdParams {
   int heads_kv() const { return heads_q / heads_per_kv_head; }
   // Of MaskKind::kBanded, whether rows have a first key as well as a last.
   bool is_window() const { return band_begin > 1 - len_q; }
+  // Of MaskKind::kBanded, whether the keys that rows see are about a triangle: causal, with about
+  // as many keys as queries. The last tile has twice the keys of the mean then.
+  bool is_triangle() const { return !is_window() && len_k < 2 * int64_t{len_q}; }
 
   // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
   static constexpr float kSlackLog2 = 8.f;

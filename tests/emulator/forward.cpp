@@ -125,8 +125,9 @@ __attribute__((visibility("default"))) int splits_of(int batch, int heads, int h
   return splits.count;
 }
 
-// Which thread blocks get which tiles, of `block_m` rows: for each block in turn, its tiles go to
-// `tiles`, one after the other, as (block, m_block, head, batch); returns how many there are.
+// Which thread blocks get which tiles, of `block_m` rows: for each block in turn, its tiles, or
+// parts of such, go to `tiles`, one after the other, as (block, first row, end of the rows, head,
+// batch); returns how many there are.
 __attribute__((visibility("default"))) int64_t deal(int arch, int batch, int heads, int heads_kv,
                                                     int len_q, int len_k, int head_dim,
                                                     int window_left, int window_right, int block_m,
@@ -136,19 +137,27 @@ __attribute__((visibility("default"))) int64_t deal(int arch, int batch, int hea
   const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
   const QueryRows query_rows = QueryRows::make(params, block_m);
   int64_t count = 0;
-  auto add = [&](int block, TileCoord tile) {
-    for (int number : {block, tile.m_block, tile.head, tile.batch}) *tiles++ = number;
+  const int row_count = query_rows.count(len_q);
+  auto add = [&](int block, sm90::Tile tile) {
+    for (int number : {block, tile.row0, tile.row_end, tile.head, tile.batch}) *tiles++ = number;
     ++count;
   };
   if (arch == 80) {
     const auto schedule = sm80::Schedule::make(params, query_rows, mask, block_m, l2_bytes);
-    for (int block = 0; block < schedule.blocks(); ++block) add(block, schedule.tile(block));
+    for (int block = 0; block < schedule.blocks(); ++block) {
+      const TileCoord tile = schedule.tile(block);
+      const int row0 = tile.m_block * block_m;
+      add(block, {row0, std::min(row0 + block_m, row_count), tile.head, tile.batch});
+    }
   } else {
     const auto schedule =
         sm90::Schedule::make(params, query_rows, mask, block_m, multiprocessors, l2_bytes);
     for (int block = 0; block < schedule.blocks(); ++block) {
       sm90::Schedule::Tiles of_block(block);
-      for (int i; schedule.has(i = of_block.next(schedule));) add(block, schedule.tile(i));
+      for (int i; schedule.has(i = of_block.next(schedule));) {
+        const sm90::Tile tile = schedule.tile(i, row_count);
+        if (tile.row0 < tile.row_end) add(block, tile);
+      }
     }
   }
   return count;

@@ -62,9 +62,9 @@ class QueryRows {
   }
 
   // Where the row begins that `row` stands for, of a (batch, heads_q, len_q, head_dim) tensor; of a
-  // row that does not exist, somewhere.
-  template <class Element, class Pointer>
-  CUTE_DEVICE Element* find(const TensorView<Pointer>& view, TileCoord tile, int row) const {
+  // row that does not exist, somewhere. `tile` has a head and a batch.
+  template <class Element, class Pointer, class Tile>
+  CUTE_DEVICE Element* find(const TensorView<Pointer>& view, Tile tile, int row) const {
     return static_cast<Element*>(view.data) + tile.batch * view.stride_batch +
            head(tile.head, row) * view.stride_head + query(row) * view.stride_row;
   }

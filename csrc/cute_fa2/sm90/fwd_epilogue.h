@@ -9,6 +9,7 @@
 #include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
+#include "sm90/schedule.h"
 
 namespace flash_cute::sm90 {
 
@@ -22,7 +23,7 @@ struct FwdEpilogue {
   // Of a consumer's rows, which begin with `row0`.
   // tOrO  ((2, 2, kHeadDimV / 8), 1, 1), normalised
   template <class Out, class Softmax>
-  static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, TileCoord tile,
+  static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, Tile tile,
                               int consumer, int row0, int len_q, const Out& tOrO,
                               const Softmax& softmax) {
     using namespace cute;

@@ -5,13 +5,13 @@
 #include "common/layout.h"
 #include "common/platform.h"
 #include "common/sequence.h"
-#include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/fwd_epilogue.h"
 #include "sm90/fwd_mainloop.h"
 #include "sm90/fwd_producer.h"
 #include "sm90/hopper.h"
 #include "sm90/rings.h"
+#include "sm90/schedule.h"
 #include "sm90/traits.h"
 
 namespace flash_cute::sm90 {
@@ -46,7 +46,7 @@ struct FwdKernel {
       hopper::take_registers<Traits::kConfig.consumer_registers()>();
       const int index = warpgroup - 1;
       Mainloop mainloop(arguments, smem, index);
-      mainloop.run([&](TileCoord tile, int row0, auto& softmax, auto& tOrO) {
+      mainloop.run([&](Tile tile, int row0, auto& softmax, auto& tOrO) {
         auto out = as_matrix(tOrO);  // (rows, columns)
         softmax.normalize(out);
         Epilogue::run(arguments, smem, tile, index, row0, Sequence(arguments.params).len_q, tOrO,

@@ -10,10 +10,10 @@
 #include "common/online_softmax.h"
 #include "common/platform.h"
 #include "common/sequence.h"
-#include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
 #include "sm90/rings.h"
+#include "sm90/schedule.h"
 #include "sm90/shared_operand.h"
 
 namespace flash_cute::sm90 {
@@ -25,7 +25,6 @@ class FwdMainloop {
   using SharedMemory = typename Traits::SharedMemory;
   using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
   using Ring = typename Rings::KeysPosition;
-  static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
   static constexpr bool kInTurns = Traits::kConfig.in_turns;
@@ -72,7 +71,7 @@ class FwdMainloop {
  private:
   // This consumer's part of a tile.
   struct Work {
-    TileCoord tile;
+    Tile tile;
     int row0;           // its first row
     BlockRange blocks;  // of keys
     int skipped;        // the tile's blocks behind these, of which these rows see none
@@ -83,12 +82,12 @@ class FwdMainloop {
     while (true) {
       smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
       work.tile = smem_.tile[q_.stage][index_];
-      if (work.tile.m_block == Rings::kNoTile.m_block) return false;
+      if (work.tile.row0 == Rings::kNoTile.row0) return false;
       const Sequence sequence(arguments_.params);
       const Mask<kMask> mask(arguments_.params, sequence, arguments_.query_rows);
-      work.row0 = work.tile.m_block * kBlockM + index_ * Traits::kConsumerRows;
+      work.row0 = work.tile.row0 + index_ * Traits::kConsumerRows;
       work.blocks = Rings::blocks_of(arguments_, work.tile);
-      const int rows_left = arguments_.query_rows.count(sequence.len_q) - work.row0;
+      const int rows_left = work.tile.row_end - work.row0;
       if (rows_left > 0) {
         const int row_end = work.row0 + cute::min(+Traits::kConsumerRows, rows_left);
         const int visible_end = mask.visible_blocks(work.row0, row_end, kBlockN).end;

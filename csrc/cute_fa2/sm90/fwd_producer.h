@@ -5,7 +5,6 @@
 #include <cute/config.hpp>
 
 #include "common/mask.h"
-#include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
 #include "sm90/rings.h"
@@ -37,18 +36,23 @@ class FwdProducer {
  private:
   CUTE_DEVICE void load_tile(int index) {
     const FwdParams& params = arguments_.params;
-    const TileCoord tile = arguments_.schedule.tile(index);
-    const int row0 = tile.m_block * Traits::kBlockM;
+    const Tile tile = arguments_.schedule.tile(index, arguments_.query_rows.count(params.len_q));
+    if (tile.row0 >= tile.row_end) return;
     const BlockRange blocks = Rings::blocks_of(arguments_, tile);
     // In the order in which the consumers need them: K, Q; the next K before V.
     load_keys(tile, blocks.end - 1);
     CUTE_UNROLL
     for (int i = 0; i < kConsumers; ++i) {
       announce(i, tile);
-      smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);
-      load_rows<Traits::kConsumerRows>(
-          arguments_.q, params.q, smem_.q[q_.stage][i], smem_.q_full[q_.stage][i],
-          arguments_.query_rows.query(row0 + i * Traits::kConsumerRows), tile.head, tile.batch);
+      const int row0 = tile.row0 + i * Traits::kConsumerRows;
+      if (row0 < tile.row_end) {
+        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);
+        load_rows<Traits::kConsumerRows>(arguments_.q, params.q, smem_.q[q_.stage][i],
+                                         smem_.q_full[q_.stage][i],
+                                         arguments_.query_rows.query(row0), tile.head, tile.batch);
+      } else {
+        smem_.q_full[q_.stage][i].arrive();
+      }
     }
     q_.advance();
     for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
@@ -57,19 +61,19 @@ class FwdProducer {
     }
   }
 
-  CUTE_DEVICE void announce(int consumer, TileCoord tile) {
+  CUTE_DEVICE void announce(int consumer, Tile tile) {
     smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);  // it is done with the stage
     smem_.tile[q_.stage][consumer] = tile;
   }
 
-  CUTE_DEVICE void load_keys(TileCoord tile, int n_block) {
+  CUTE_DEVICE void load_keys(Tile tile, int n_block) {
     load_block(arguments_.k, arguments_.params.k, smem_.k, smem_.k_full, smem_.k_empty, k_, tile,
                n_block);
   }
   // Rows past the last key become zeros, as they are outside of the map: their weight is 0, but
   // 0 x NaN would be NaN. (Packed sequences, which have neighbours there, would have to see to
   // it.)
-  CUTE_DEVICE void load_values(TileCoord tile, int n_block) {
+  CUTE_DEVICE void load_values(Tile tile, int n_block) {
     load_block(arguments_.v, arguments_.params.v, smem_.v, smem_.v_full, smem_.v_empty, v_, tile,
                n_block);
   }
@@ -77,7 +81,7 @@ class FwdProducer {
   template <class View, class Stages>
   CUTE_DEVICE void load_block(const CUtensorMap& map, const View& view, Stages& stages,
                               hopper::Barrier* full, hopper::Barrier* empty,
-                              typename Rings::KeysPosition& ring, TileCoord tile, int n_block) {
+                              typename Rings::KeysPosition& ring, Tile tile, int n_block) {
     empty[ring.stage].wait(ring.parity ^ 1);  // all consumers are done with the stage
     full[ring.stage].arrive_and_expect(sizeof stages[0]);
     load_rows<kBlockN>(map, view, stages[ring.stage], full[ring.stage], n_block * kBlockN,

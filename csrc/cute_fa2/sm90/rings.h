@@ -6,9 +6,9 @@
 
 #include "common/mask.h"
 #include "common/sequence.h"
-#include "common/tile.h"
 #include "sm90/arguments.h"
 #include "sm90/hopper.h"
+#include "sm90/schedule.h"
 
 namespace flash_cute::sm90 {
 
@@ -31,7 +31,7 @@ struct Rings {
   using SharedMemory = typename Traits::SharedMemory;
   using KeysPosition = RingPosition<Traits::kStages>;
   using QueriesPosition = RingPosition<Traits::kQStages>;
-  static constexpr TileCoord kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
+  static constexpr Tile kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
 
   static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
     constexpr int kWarps = hopper::kWarpgroup / 32;
@@ -51,13 +51,10 @@ struct Rings {
 
   // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
   // there is none, so that there is always a block to work on.
-  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, TileCoord tile) {
-    const Sequence sequence(arguments.params);
-    const int row0 = tile.m_block * Traits::kBlockM;
-    const int row_end =
-        cute::min(row0 + Traits::kBlockM, arguments.query_rows.count(sequence.len_q));
-    const BlockRange blocks = Mask<kMask>(arguments.params, sequence, arguments.query_rows)
-                                  .visible_blocks(row0, row_end, Traits::kBlockN);
+  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, Tile tile) {
+    const BlockRange blocks =
+        Mask<kMask>(arguments.params, Sequence(arguments.params), arguments.query_rows)
+            .visible_blocks(tile.row0, tile.row_end, Traits::kBlockN);
     return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};
   }
 };

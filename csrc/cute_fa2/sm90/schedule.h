@@ -2,10 +2,13 @@
 // multiprocessor, and the tiles are dealt out in advance.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
 #include <numeric>
 
 #include "common/tile.h"
@@ -15,10 +18,19 @@
 
 namespace flash_cute::sm90 {
 
+// What a thread block works on at a time: a tile of the order, or some consumers' rows of one.
+struct Tile {
+  int row0, row_end;  // its query rows; more consumers than that have rows have nothing to do
+  int head;           // query head, or group of them (QueryRows)
+  int batch;
+};
+
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
 // longer tile has the shorter one next. Sections of tiles that differ much begin anew, in pairs:
 // the second begins backwards, so that of as many rounds its last, in which there is not a tile for
 // everybody, is for those whom the first one's spared; and the next pair with another block.
+//
+// Tiles of which there are too few for all blocks are dealt out in parts (DealtTiles).
 class Schedule {
  public:
   static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
@@ -65,9 +77,19 @@ class Schedule {
 
     Schedule s;
     s.order_ = TileOrder::make(params, query_rows, mask, block_m, worth, section);
-    s.blocks_ = std::min(s.order_.tiles(), multiprocessors);
-    s.first_dealt_ = anew(section) ? s.order_.first_section_tiles() : s.order_.tiles();
-    s.dealt_together_ = anew(section) ? s.order_.section_tiles() : s.order_.tiles();
+    const int tiles = s.order_.tiles();
+    const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
+    const DealtTiles dealt = anew(section)
+                                 ? DealtTiles{tiles, 0, 1, block_m}
+                                 : DealtTiles::make(block_m, mask, is_triangle, tiles, places);
+    s.block_m_ = block_m;
+    s.whole_ = static_cast<int>(dealt.whole);
+    s.parts_ = cutlass::FastDivmod(dealt.parts);
+    s.part_rows_ = dealt.part_rows;
+    s.count_ = static_cast<int>(dealt.whole + dealt.cut * dealt.parts);
+    s.blocks_ = std::min(s.count_, multiprocessors);
+    s.first_dealt_ = anew(section) ? s.order_.first_section_tiles() : s.count_;
+    s.dealt_together_ = anew(section) ? s.order_.section_tiles() : s.count_;
     return s;
   }
 
@@ -80,7 +102,7 @@ class Schedule {
 
     // The index of the next tile; past the last, one that the schedule has not.
     CUTE_DEVICE int next(const Schedule& schedule) {
-      const unsigned tiles = schedule.order_.tiles(), blocks = schedule.blocks_;
+      const unsigned tiles = schedule.count_, blocks = schedule.blocks_;
       while (first_ < tiles) {
         const unsigned section_tiles =
             first_ == 0 ? schedule.first_dealt_ : schedule.dealt_together_;
@@ -100,7 +122,7 @@ class Schedule {
         }
         if (exists) return static_cast<int>(index);
       }
-      return schedule.order_.tiles();
+      return schedule.count_;
     }
 
    private:
@@ -112,10 +134,22 @@ class Schedule {
   };
 
   CUTE_DEVICE bool has(int index) const {
-    return static_cast<unsigned>(index) < static_cast<unsigned>(order_.tiles());
+    return static_cast<unsigned>(index) < static_cast<unsigned>(count_);
   }
 
-  CUTE_DEVICE TileCoord tile(int index) const { return order_.tile(index); }
+  // Of heads with so many rows. A part of a tile that lacks rows may have none.
+  CUTE_DEVICE Tile tile(int index, int row_count) const {
+    const bool is_part = index >= whole_;
+    int cut, part;
+    parts_(cut, part, is_part ? index - whole_ : 0);
+    const TileCoord tile = order_.tile(is_part ? whole_ + cut : index);
+    int row0 = tile.m_block * block_m_, row_end = row0 + block_m_;
+    if (is_part) {
+      row0 += part * part_rows_;
+      row_end = cute::min(row_end, row0 + part_rows_);
+    }
+    return {row0, cute::min(row_end, row_count), tile.head, tile.batch};
+  }
 
  private:
   // Whether blocks get equal work from one head of K and V after the other, under a mask: if two
@@ -133,6 +167,11 @@ class Schedule {
   }
 
   TileOrder order_;
+  int block_m_;
+  int whole_;                  // tiles that are dealt out whole, before the others' parts:
+  cutlass::FastDivmod parts_;  // so many of each, of
+  int part_rows_;              // so many rows
+  int count_;                  // of whole tiles and parts
   int blocks_;
   int first_dealt_;     // tiles that are dealt out together at first: a section's, or all
   int dealt_together_;  // and then

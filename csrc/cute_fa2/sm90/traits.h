@@ -5,10 +5,10 @@
 #include <cute/tensor.hpp>
 
 #include "common/element.h"
-#include "common/tile.h"
 #include "config.h"
 #include "params.h"
 #include "sm90/hopper.h"
+#include "sm90/schedule.h"
 
 namespace flash_cute::sm90 {
 
@@ -88,7 +88,7 @@ struct FwdTraits {
     alignas(1024) Element k[kStages][kBlockN * kHeadDim];
     alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
     alignas(1024) ElementOut out[kConsumers][4][kOutStrips][kWarpRows * kStrip];
-    alignas(16) TileCoord tile[kQStages][kConsumers];  // whose rows are in q
+    alignas(16) Tile tile[kQStages][kConsumers];  // whose rows are in q
     hopper::Barrier q_full[kQStages][kConsumers];
     hopper::Barrier q_empty[kQStages][kConsumers];
     hopper::Barrier k_full[kStages];
