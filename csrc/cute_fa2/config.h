@@ -205,17 +205,18 @@ struct DealtTiles {
   int part_rows;  // so many rows, but for the last
 
   // Without a mask the last round is cut; under one only tiles that are few, as the last ones of
-  // many are short. A triangle's may have two rounds of parts, the second of short tiles.
+  // many are short.
   static constexpr DealtTiles make(int block_m, MaskKind mask, bool is_triangle, int64_t tiles,
                                    int64_t places) {
     DealtTiles dealt{};
     dealt.cut = mask == MaskKind::kFull || tiles < places ? tiles % places : 0;
     dealt.whole = tiles - dealt.cut;
-    // As small as leaves a place for each.
+    // As small as leaves a place for each. Of a triangle two parts of a tile may need a second
+    // round, as who has a long one there has a short one, too.
     do {
       dealt.part_rows += FwdSm90Config::kConsumerRows;
       dealt.parts = (block_m - 1) / dealt.part_rows + 1;
-    } while (dealt.parts > 1 && dealt.parts * dealt.cut > (is_triangle ? 2 : 1) * places);
+    } while (dealt.parts > (is_triangle ? 2 : 1) && dealt.parts * dealt.cut > places);
     return dealt;
   }
 

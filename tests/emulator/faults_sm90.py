@@ -187,17 +187,35 @@ SM90_FAULTS = [
         f"{RACE}|{UNWRITTEN}",
         SM90_PRODUCER,
         "      announce(i, tile);\n"
-        "      smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);",
+        "      const int row0 = tile.row0 + i * Traits::kConsumerRows;\n"
+        "      if (row0 < tile.row_end) {\n"
+        "        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);",
         "      smem_.q_empty[q_.stage][i].wait(q_.parity ^ 1);\n"
-        "      smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);\n"
-        "      announce(i, tile);",
+        "      const int row0 = tile.row0 + i * Traits::kConsumerRows;\n"
+        "      if (row0 < tile.row_end) {\n"
+        "        smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);\n"
+        "        announce(i, tile);",
+    ),
+    of_sm90(
+        "rows of a tile's other parts",
+        f"{WRONG}|been written already",
+        SM90_MAINLOOP,
+        "work.tile.row_end - work.row0;",
+        "arguments_.query_rows.count(arguments_.params.len_q) - work.row0;",
+    ),
+    of_sm90(
+        "consumers without rows not told",
+        STUCK,
+        SM90_PRODUCER,
+        "      } else {\n        smem_.q_full[q_.stage][i].arrive();\n      }",
+        "      }",
     ),
     of_sm90(
         "consumers not told of the end",
         STUCK,
         SM90_PRODUCER,
-        "smem_.q_full[q_.stage][i].arrive();",
-        "",
+        "      announce(i, Rings::kNoTile);\n      smem_.q_full[q_.stage][i].arrive();",
+        "      announce(i, Rings::kNoTile);",
     ),
     of_sm90(
         "turn of a skipped block not passed",

@@ -79,6 +79,7 @@ def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
             (random_inputs, 1, 1, 50, 500, 3.0, causal),
             (random_inputs, 1, 1, 300, 500, None, window),
             (rising_inputs, 1, 1, 70, 300, 4.0, causal),
+            (random_inputs, 1, 1, 200, 200, None, {"multiprocessors": 5}),  # tiles in parts
             *([(random_inputs, 2, 1, 300, 500, None, causal)] * 12),
         ]
     ):
@@ -86,10 +87,8 @@ def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
             2, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
         )
         try:
-            check(
-                *(emulator, *map(poisoned, inputs)),
-                softmax_scale=scale, multiprocessors=2, seed=seed, **mask,
-            )  # fmt: skip
+            options = {"multiprocessors": 2, "softmax_scale": scale, "seed": seed, **mask}
+            check(emulator, *map(poisoned, inputs), **options)
         except AssertionError as error:  # of the machine, or of the comparison
             return str(error)
     return ""

@@ -94,6 +94,8 @@ def test_short_last_tiles(kernels, batch, heads, len_q, head_dim):
         (1, 16, 512, 64, True, 0.76),
         (1, 16, 1024, 64, True, 0.86),  # 128 tiles; the 256 parts in two rounds, long with short
         (1, 8, 1024, 256, True, 0.76),
+        (1, 5, 3000, 128, True, 0.80),  # 120 tiles, of which five have 56 rows and the most keys
+        (1, 4, 4096, 96, True, 0.90),  # 88 tiles of 192 rows in parts of 128 and 64
     ],
 )
 def test_parts_of_tiles(kernels, batch, heads, len_q, head_dim, is_causal, most):

@@ -75,13 +75,16 @@ class Schedule {
     const bool small = few_keys && anew(heads_of_section(1));
     const int section = by_heads ? 1 : heads_of_section(small ? 1 : 2);
 
-    Schedule s;
-    s.order_ = TileOrder::make(params, query_rows, mask, block_m, worth, section);
-    const int tiles = s.order_.tiles();
+    const int64_t tiles = kv_heads * kv_head_tiles;
     const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
     const DealtTiles dealt = anew(section)
                                  ? DealtTiles{tiles, 0, 1, block_m}
                                  : DealtTiles::make(block_m, mask, is_triangle, tiles, places);
+    const bool all_cut = dealt.whole == 0 && dealt.parts > 1;  // of parts none lacks consumers
+
+    Schedule s;
+    s.order_ =
+        TileOrder::make(params, query_rows, mask, block_m, all_cut ? block_m : worth, section);
     s.block_m_ = block_m;
     s.whole_ = static_cast<int>(dealt.whole);
     s.parts_ = cutlass::FastDivmod(dealt.parts);
