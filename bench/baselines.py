@@ -78,10 +78,9 @@ def with_smem_limit(smem_limit: int) -> Provider:
 
 
 def with_splits(count: int) -> Provider:
-    """flash_cute's sm80 kernels with the keys in at most `count` parts, which are whole blocks of
-    keys; 1: whole."""
-    about = f"flash_cute's sm80 kernels, keys in {count} part(s)"
-    return _by_the_op(f"parts={count}", about, arch=80, splits=count)
+    """flash_cute with the keys in at most `count` parts, which are whole blocks of keys; 1: whole."""
+    about = f"flash_cute, keys in {count} part(s)"
+    return _by_the_op(f"parts={count}", about, splits=count)
 
 
 def with_arch(arch: str, name: str = "flash_cute") -> Provider:

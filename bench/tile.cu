@@ -36,7 +36,7 @@ TensorView<Pointer> view(const Call& call, int i) {
 }
 
 #if FLASH_CUTE_ARCH == 90
-using Traits = sm90::FwdTraits<DType::FLASH_CUTE_DTYPE, FwdSm90Config{FLASH_CUTE_TILE}>;
+using Traits = sm90::FwdTraits<DType::FLASH_CUTE_DTYPE, FwdSm90Config{FLASH_CUTE_TILE}, false>;
 #else
 using TraitsOfTable = sm80::FwdTraits<DType::FLASH_CUTE_DTYPE, FwdConfig{FLASH_CUTE_TILE}>;
 struct Traits : TraitsOfTable {

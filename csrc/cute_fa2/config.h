@@ -132,6 +132,8 @@ struct FwdSm90Row {
   bool full;           // serves MaskKind::kFull
   bool banded;         // serves MaskKind::kBanded
   int row_cost = 100;  // time of a query row, in per cent of that in the head dim's first tile
+  bool splits =
+      false;  // serves keys in parts (KeySplits), whatever the mask; one row of a head dim
 
   constexpr bool serves(MaskKind mask) const { return mask == MaskKind::kFull ? full : banded; }
 };
@@ -146,6 +148,7 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // head_dim, consumers, block_n, stages, q_stages, in_turns, full, banded
     // 1.46 1.35 1.44 1.43. 3, 128, 3, products: 1.27 1.07 1.44 1.37. 4 x 96 and 4 x 128 spill
     {{32, 4, 64, 4, 2, false}, true, true},
+    {{32, 2, 128, 4, 2, true}, false, false, 100, true},
     // 1.22 1.22 1.27 1.29. 4, 64, 4, none: 1.21 1.20 1.24 1.26; products: 1.23 1.16 1.23 1.28;
     // softmax: 1.10 1.10 1.03 1.08. 3, 64, 4, none: 1.04 1.08 1.10 1.16. 3, 128, 3, none: 1.06 1.04
     // 1.21 1.26. O from registers: 2, 128, 4, products: 0.95 0.90 0.96 1.03; 2, 192, 3, products:
@@ -154,7 +157,7 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // For few tiles, with fewer rows each: README.md, Ideas for sm90. With many of 192 to 1152
     // queries it took 1.05 to 1.63 times as long as the one above, and this cost never chooses it
     // there; of 128 queries, where it does, 0.95 full and 1.07 causal.
-    {{64, 2, 128, 4, 2, true}, true, true, 140},
+    {{64, 2, 128, 4, 2, true}, true, true, 140, true},
     // 1.14 at N 512; at N 4096, where it serves, 1.44. In another run 1.08 1.16 1.34 1.53; none:
     // 1.10 1.12 1.29 1.48; softmax: 1.10 1.11 1.19 1.39. 2, 128, 2, products: 1.09 1.08 1.17 1.31.
     // 3 x 128 and 4 x 64 spill
@@ -166,6 +169,7 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // turns at products, from another run: 1.20 1.20 1.38 1.43, where these had 1.19 1.23 1.40
     // 1.46. 3, 80, 3, none: 1.12 1.11 1.36 1.46
     {{96, 3, 64, 4, 2, false}, false, true},
+    {{96, 2, 128, 2, 2, true}, false, false, 100, true},
     // At N 4096, where it serves: 1.13 1.26. In another run, at both: 0.94 0.98 1.16 1.30; in turns
     // at products: 0.95 0.98 1.13 1.26. 3, 64, 3 and one stage of Q, none: 0.96 0.99 1.09 1.31. 3,
     // 80, 2, products: 0.94 0.94 1.12 1.29. 3 x 96 spills
@@ -174,18 +178,18 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // 0.99 1.04 1.06 1.17. 2, 64, 4, none: 1.04 1.05 1.04 1.17; products: 1.02 1.05 1.00 1.16,
     // where these had 1.06 1.03 and the former 1.22 1.28. 176 keys and one stage of Q,
     // products (O from registers): 0.96 0.80 1.05 1.18
-    {{128, 2, 128, 2, 2, true}, true, true, 106},
+    {{128, 2, 128, 2, 2, true}, true, true, 106, true},
     // 1.14 1.04 1.25 1.27; none: 1.13 1.05 1.22 1.26; softmax: 1.10 1.05 1.16 1.24. With one stage
     // of Q: 64, 3, products: 1.11 1.03 1.17 1.25; 96, 2, softmax full and products causal: 1.07
     // 0.99 1.22 1.26. O from registers: 112 keys, products 1.09 0.92 1.23 1.28. 3 x 48 and 3 x 64
     // spill
-    {{192, 2, 64, 2, 2, true}, true, true},
+    {{192, 2, 64, 2, 2, true}, true, true, 100, true},
     // 1.15 1.09 1.16 1.33. Under a mask at N 512 to 16384 1.09 1.15 1.24 1.33 1.38 1.37, where
     // softmax had 1.09 1.14 1.23 1.32 1.35 1.35 in the same runs. O from registers: products 1.12
     // 1.02 1.14 1.31, softmax 1.10 1.02 1.16 1.35, none 1.10 1.01 1.16 1.29; 80 keys, products 1.07
     // 0.97 1.14 1.31. Two stages of Q leave room for 32 keys, 2 stages: products 0.97 0.93
     // 0.98 1.12
-    {{256, 2, 64, 2, 1, true}, true, true},
+    {{256, 2, 64, 2, 1, true}, true, true, 100, true},
 };
 
 // How many rows a query may be in the SM90 kernels, where heads share K and V: a consumer's rows
@@ -232,6 +236,16 @@ struct DealtTiles {
     return rounds * block_m + (cut > 0 ? of_part : 0);
   }
 };
+
+// The index of the row that serves keys in parts of heads of `head_dim` (a bucket), or -1.
+constexpr int select_splits_sm90(int head_dim) {
+  int index = 0;
+  for (const FwdSm90Row& row : kFwdSm90) {
+    if (row.config.head_dim == head_dim && row.splits) return index;
+    ++index;
+  }
+  return -1;
+}
 
 // The index of the row that serves `head_dim` (a bucket) under `mask`, or -1. Of several it is the
 // one that takes a multiprocessor the least time, by its query rows and whole blocks of `len_k`

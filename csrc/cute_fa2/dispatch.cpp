@@ -83,7 +83,6 @@ std::string why_not_sm90(const FwdParams& params, MaskKind mask, const Choices& 
     return "the GPU's compute capability is not 9.x";
   }
   if (choices.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
-  if (choices.splits > 1) return "the kernels of sm80 alone split the keys";
   if (select_row_sm90(params, mask, device) < 0) {
     return "there is no tile for it";
   }
@@ -115,24 +114,52 @@ int select_row_sm80(const FwdParams& params, const Choices& choices, int device)
   return row;
 }
 
-void launch_sm80(const FwdParams& whole, DType dtype, MaskKind mask, int row, KeySplits splits,
-                 int device, cudaStream_t stream, const Allocate& allocate) {
+// Launches the kernels for a call whose keys are split so: what `launch` does with the parameters,
+// and what combines the parts.
+template <class Launch>
+void launch_splits(const FwdParams& whole, DType dtype, KeySplits splits, int device,
+                   cudaStream_t stream, const Allocate& allocate, Launch&& launch) {
   FwdParams params = whole;
   params.splits = splits;
   if (splits.count > 1) place_splits(params, allocate(bytes_of_splits(params)));
-  with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
-    launch_fwd_sm80<dtype(), head_dim(), mask()>(params, row, device, stream);
-  });
+  launch(params);
   if (splits.count > 1) combine_splits(params, dtype, device, stream);
 }
 
-void launch_sm90(const FwdParams& params, DType dtype, MaskKind mask, int device,
-                 cudaStream_t stream) {
-  with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
-    if constexpr (kSm90IsBuilt) {
-      const int row = select_row_sm90(params, mask, device);
-      launch_fwd_sm90<dtype(), head_dim(), mask()>(params, row, device, stream);
-    }
+void launch_sm80(const FwdParams& whole, DType dtype, MaskKind mask, const Choices& choices,
+                 int device, cudaStream_t stream, const Allocate& allocate) {
+  const int row = select_row_sm80(whole, choices, device);
+  const int multiprocessors = multiprocessors_of(device);
+  const KeySplits splits =
+      choose_splits(whole, SplittingTiles::of_sm80(whole, kFwdSm80[row], multiprocessors),
+                    multiprocessors, choices.splits);
+  launch_splits(whole, dtype, splits, device, stream, allocate, [&](const FwdParams& params) {
+    with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
+      launch_fwd_sm80<dtype(), head_dim(), mask()>(params, row, device, stream);
+    });
+  });
+}
+
+void launch_sm90(const FwdParams& whole, DType dtype, MaskKind mask, const Choices& choices,
+                 int device, cudaStream_t stream, const Allocate& allocate) {
+  const int row = select_row_sm90(whole, mask, device);
+  const int splitting_row = select_splits_sm90(built_for(whole.head_dim));
+  const int multiprocessors = multiprocessors_of(device);
+  const KeySplits splits = choose_splits(
+      whole,
+      SplittingTiles::of_sm90(whole, mask, kFwdSm90[splitting_row], kFwdSm90[row], multiprocessors),
+      multiprocessors, choices.splits);
+  launch_splits(whole, dtype, splits, device, stream, allocate, [&](const FwdParams& params) {
+    with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
+      if constexpr (kSm90IsBuilt) {
+        if (splits.count > 1) {
+          launch_fwd_sm90<dtype(), head_dim(), MaskKind::kBanded, true>(params, splitting_row,
+                                                                        device, stream);
+        } else {
+          launch_fwd_sm90<dtype(), head_dim(), mask(), false>(params, row, device, stream);
+        }
+      }
+    });
   });
 }
 
@@ -177,7 +204,8 @@ std::string row_as_json(const FwdSm90Row& row) {
       .add("op", "fwd")
       .add("mask", row.full && row.banded ? "any"
                    : row.full             ? "full"
-                                          : "banded")
+                   : row.banded           ? "banded"
+                                          : "none")
       .add("head_dim", config.head_dim)
       .add("block_m", config.block_m())
       .add("block_n", config.block_n)
@@ -186,6 +214,7 @@ std::string row_as_json(const FwdSm90Row& row) {
       .add("stages", config.stages)
       .add("blocks_per_sm", 1)
       .add("max_registers", config.launch_registers())
+      .add("splits", row.splits)
       .add("q_stages", config.q_stages)
       .add("producer_registers", config.producer_registers())
       .add("consumer_registers", config.consumer_registers())
@@ -207,18 +236,11 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choic
     throw std::runtime_error("flash_cute: splits is " + std::to_string(choices.splits) +
                              ": it must be a number of parts, or 0 for the default");
   }
-  // What the SM80 kernels would do.
-  const int multiprocessors = multiprocessors_of(device);
-  const int row = select_row_sm80(params, choices, device);
-  const KeySplits splits = choose_splits(params, kFwdSm80[row], multiprocessors, choices.splits);
-  // SM90's do not split keys, which is no loss where they keep the GPU busy all the same.
-  const bool sm90_would_idle =
-      splits.count > 1 && 2 * tiles_of(params, kFwdSm80[row].config.block_m) <= multiprocessors;
   if (arch != 80) {
     std::string why_not = why_not_sm90(params, mask, choices, device);
     try {
-      if (why_not.empty() && (arch == 90 || !sm90_would_idle)) {
-        return launch_sm90(params, dtype, mask, device, stream);
+      if (why_not.empty()) {
+        return launch_sm90(params, dtype, mask, choices, device, stream, allocate);
       }
     } catch (const sm90::TensorMapRefused& refused) {
       why_not = refused.what();
@@ -228,7 +250,7 @@ void launch_fwd(const FwdParams& params, DType dtype, MaskKind mask, const Choic
           "flash_cute: arch is 'sm90', but its kernels cannot serve this call: " + why_not);
     }
   }
-  launch_sm80(params, dtype, mask, row, splits, device, stream, allocate);
+  launch_sm80(params, dtype, mask, choices, device, stream, allocate);
 }
 
 std::string build_info() {

@@ -16,7 +16,7 @@ struct Choices {
   int64_t arch = 0;        // whose kernels: 80 or 90
   int64_t smem_limit = 0;  // by how many bytes of shared memory, lent to a block, the SM80 tile is
                            // chosen, if the device lends as many
-  int64_t splits = 0;      // into at most how many parts the SM80 kernels split the keys
+  int64_t splits = 0;      // into at most how many parts the keys are split
 };
 
 // Gives `bytes` of the device's memory, 16-byte aligned, that nothing else may use until the
@@ -37,7 +37,7 @@ std::string tiles_for(int64_t smem_limit);
 // One instantiation for each generated file; defined in smXX/launch.h.
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm80(const FwdParams& params, int config_index, int device, cudaStream_t stream);
-template <DType kDType, int kHeadDim, MaskKind kMask>
+template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplits>
 void launch_fwd_sm90(const FwdParams& params, int config_index, int device, cudaStream_t stream);
 
 }  // namespace flash_cute

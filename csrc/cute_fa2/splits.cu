@@ -34,41 +34,35 @@ struct KeyBlocks {
   }
 };
 
-// What a call takes, in the time that a multiprocessor full of thread blocks takes for a key of
-// each, with all rows of a tile. (With half of them, as in decoding, a key takes less.) These have
-// costs beside their keys, and combining the parts has its own: guesses by a model of the GPU.
-// bench/results/decode.json has what they choose beside other numbers of parts.
-struct Cost {
-  int64_t tiles, rows;
-  KeyBlocks blocks;
-  int multiprocessors, blocks_per_sm;
+// Of tiles that the busiest multiprocessor works on, `at_a_time`, one after the other.
+double rounds(int64_t tiles, int at_a_time, int multiprocessors) {
+  constexpr double kAlone = 0.7;  // of the time, for what does not fill a multiprocessor
+  const int64_t on_one = ceil_div(tiles, multiprocessors);
+  return on_one / at_a_time + (on_one % at_a_time > 0) * kAlone;
+}
 
-  double of(const KeySplits& splits) const {
-    constexpr double kAlone = 0.7;  // of the time, for what does not fill a multiprocessor
-    constexpr double kOfThreadBlock = 256, kOfCombining = 256, kOfRow = 0.1, kOfRowsPart = 1. / 60;
-    const int64_t thread_blocks = ceil_div(splits.count * tiles, multiprocessors);  // of one
-    const double rounds =
-        thread_blocks / blocks_per_sm + (thread_blocks % blocks_per_sm > 0) * kAlone;
-    const int64_t keys = std::min(int64_t{splits.keys}, blocks.count * blocks.keys);
-    const double combining = kOfCombining + rows * (kOfRow + splits.count * kOfRowsPart);
-    return rounds * (keys + kOfThreadBlock) + (splits.count > 1) * combining;
-  }
-
-  // The parts that take least, if that spares a quarter.
-  KeySplits best() const {
-    constexpr int64_t kMostThreadBlocks = 4;  // of a multiprocessor
-    KeySplits best;
-    double least = 0.75 * of(best);
-    for (int64_t thread_blocks = 1; thread_blocks <= kMostThreadBlocks; ++thread_blocks) {
-      const KeySplits splits = blocks.in_parts(thread_blocks * multiprocessors / tiles);
-      if (of(splits) < least) {
-        least = of(splits);
-        best = splits;
-      }
+// The parts that take least, if that spares a quarter.
+KeySplits best_splits(const FwdParams& params, const SplittingTiles& tiles, const KeyBlocks& blocks,
+                      int multiprocessors) {
+  constexpr int64_t kMostRounds = 4;  // of thread blocks that have a multiprocessor for themselves
+  const int64_t rows = rows_of(params);
+  const double whole = tiles.whole_rounds * (blocks.count * blocks.keys + tiles.of_tile);
+  KeySplits best;
+  double least = 0.75 * whole;
+  for (int64_t round = 1; round <= kMostRounds; ++round) {
+    const KeySplits splits = blocks.in_parts(round * multiprocessors / tiles.count);
+    if (splits.count == 1) continue;
+    const double time = rounds(splits.count * tiles.count, tiles.blocks_per_sm, multiprocessors) *
+                            (splits.keys + tiles.of_tile) +
+                        tiles.of_combining +
+                        rows * (tiles.of_row + splits.count * tiles.of_row_of_part);
+    if (time < least) {
+      least = time;
+      best = splits;
     }
-    return best;
   }
-};
+  return best;
+}
 
 // Of what comes of the parts: (parts, batch, heads, rows) and so many elements each.
 template <class Element>
@@ -85,16 +79,49 @@ int64_t tiles_of(const FwdParams& params, int block_m, int64_t most) {
   return QueryRows::make(params, block_m, most).tiles(params, block_m);
 }
 
-KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multiprocessors,
+SplittingTiles SplittingTiles::of_sm80(const FwdParams& params, const FwdRow& row,
+                                       int multiprocessors) {
+  const int64_t count = tiles_of(params, row.config.block_m);
+  return {.count = count,
+          .block_n = row.config.block_n,
+          .blocks_per_sm = row.blocks_per_sm,
+          .of_tile = 256,
+          .of_combining = 256,
+          .of_row = 0.1,
+          .of_row_of_part = 1. / 60,
+          .whole_rounds = rounds(count, row.blocks_per_sm, multiprocessors)};
+}
+
+SplittingTiles SplittingTiles::of_sm90(const FwdParams& params, MaskKind mask,
+                                       const FwdSm90Row& row, const FwdSm90Row& whole,
+                                       int multiprocessors) {
+  const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
+  const int64_t most = most_rows_of_query_sm90(params);
+  const int block_m = whole.config.block_m();
+  const double whole_rows =
+      DealtTiles::make(block_m, mask, is_triangle, tiles_of(params, block_m, most), multiprocessors)
+          .time(block_m, is_triangle, multiprocessors);
+  // With fewer columns keys are faster.
+  const double scale = 128. / row.config.head_dim;
+  return {.count = tiles_of(params, row.config.block_m(), most),
+          .block_n = row.config.block_n,
+          .blocks_per_sm = 1,
+          .of_tile = 64 * scale,
+          .of_combining = 300 * scale,
+          .of_row = 0.35 * scale,
+          .of_row_of_part = 0.055 * scale,
+          // A triangle's tiles have half of the keys, in the mean.
+          .whole_rounds =
+              whole_rows * whole.row_cost / 100 / row.config.block_m() * (is_triangle ? 0.5 : 1)};
+}
+
+KeySplits choose_splits(const FwdParams& params, const SplittingTiles& tiles, int multiprocessors,
                         int64_t asked) {
-  const int block_n = row.config.block_n;
-  const KeyBlocks blocks = {ceil_div(params.len_k, block_n), block_n};
+  const KeyBlocks blocks = {ceil_div(params.len_k, tiles.block_n), tiles.block_n};
   // The keys before a window would be parts of their own.
   KeySplits splits = blocks.in_parts(asked);
   if (asked == 0 && !params.is_window()) {
-    splits = Cost{tiles_of(params, row.config.block_m), rows_of(params), blocks, multiprocessors,
-                  row.blocks_per_sm}
-                 .best();
+    splits = best_splits(params, tiles, blocks, multiprocessors);
   }
   if (splits.count > 1) check_grid(rows_of(params));  // of combine_splits
   return splits;

@@ -15,9 +15,29 @@ namespace flash_cute {
 // query may be up to `most` rows.
 int64_t tiles_of(const FwdParams& params, int block_m, int64_t most = kMaxLength);
 
-// How the tiles of `row` best split the keys on a device of so many multiprocessors; `asked`: into
-// at most how many parts instead, or 0. Where to put what comes of the parts is left open.
-KeySplits choose_splits(const FwdParams& params, const FwdRow& row, int multiprocessors,
+// The tiles of a call that may split its keys, and what they take: in the time that a
+// multiprocessor full of thread blocks needs for a key of each, with all rows of a tile. (With half
+// of them, as in decoding, it needs less.) The costs beside keys are guesses by a model of the GPU;
+// bench/results/decode.json has what they choose beside other numbers of parts.
+struct SplittingTiles {
+  int64_t count;          // if the keys stay whole
+  int block_n;            // keys of a block
+  int blocks_per_sm;      // thread blocks on a multiprocessor; of sm90 tiles at a time
+  double of_tile;         // what each takes beside its keys
+  double of_combining;    // what it takes to combine parts: at all,
+  double of_row;          // for each row,
+  double of_row_of_part;  // and for each of its parts
+  double whole_rounds;    // of tiles on the busiest multiprocessor, if the keys stay whole
+
+  static SplittingTiles of_sm80(const FwdParams& params, const FwdRow& row, int multiprocessors);
+  // `row` has the tiles for parts, `whole` those for whole keys.
+  static SplittingTiles of_sm90(const FwdParams& params, MaskKind mask, const FwdSm90Row& row,
+                                const FwdSm90Row& whole, int multiprocessors);
+};
+
+// How they best split the keys on a device of so many multiprocessors; `asked`: into at most how
+// many parts instead, or 0. Where to put what comes of the parts is left open.
+KeySplits choose_splits(const FwdParams& params, const SplittingTiles& tiles, int multiprocessors,
                         int64_t asked);
 
 // How many bytes that takes, and where it is to be: 16-byte aligned memory of the device.

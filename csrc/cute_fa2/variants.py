@@ -1,5 +1,5 @@
 """What gets built: one instantiation file for each (architecture, op, dtype, head dim), and for
-SM90, whose files take longer, for each mask; and what dispatch.cpp has to know of them. Everything
+SM90, whose files take longer, for each kind; and what dispatch.cpp has to know of them. Everything
 is written to the build folder; nothing generated is committed.
 """
 
@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
 MASKS = {"full": "MaskKind::kFull", "banded": "MaskKind::kBanded"}
+#: SM90's kernels of a head dim and dtype: for whole keys under each mask, and for keys in parts.
+SM90_KINDS = {
+    **{name: f"{mask}, false" for name, mask in MASKS.items()},
+    "splits": "MaskKind::kBanded, true",
+}
 
 #: The machine code of the SM90 kernels, which runs on compute capability 9.0 alone.
 SM90_CODE = "sm_90a"
@@ -50,11 +55,11 @@ def generate(
     head_dims = sorted(set(head_dims))
     sources = []
 
-    def instantiate(arch: str, head_dim: int, dtype: str, masks: Sequence[str], name: str) -> None:
+    def instantiate(arch: str, head_dim: int, dtype: str, kinds: Iterable[str], name: str) -> None:
         lines = [
-            f"template void launch_fwd_{arch}<{DTYPES[dtype]}, {head_dim}, {MASKS[mask]}>"
+            f"template void launch_fwd_{arch}<{DTYPES[dtype]}, {head_dim}, {kind}>"
             "(const FwdParams&, int, int, cudaStream_t);"
-            for mask in masks
+            for kind in kinds
         ]
         path = out_dir / f"fwd_{arch}_hdim{head_dim}_{name}.cu"
         text = INSTANTIATIONS.format(arch=arch, instantiations="\n".join(lines))
@@ -63,9 +68,9 @@ def generate(
 
     for head_dim in head_dims:
         for dtype in DTYPES:
-            instantiate("sm80", head_dim, dtype, tuple(MASKS), dtype)
-            for mask in MASKS if sm90 else ():
-                instantiate("sm90", head_dim, dtype, [mask], f"{dtype}_{mask}")
+            instantiate("sm80", head_dim, dtype, MASKS.values(), dtype)
+            for name, kind in SM90_KINDS.items() if sm90 else ():
+                instantiate("sm90", head_dim, dtype, [kind], f"{dtype}_{name}")
     built = VARIANTS_INC.format(
         count=len(head_dims), head_dims=", ".join(map(str, head_dims)), sm90=str(sm90).lower()
     )

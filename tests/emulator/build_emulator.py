@@ -45,7 +45,7 @@ template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm80(const FwdParams&, int, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of sm80 was left out of the build");
 }}
-template <DType kDType, int kHeadDim, MaskKind kMask>
+template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplits>
 void launch_fwd_sm90(const FwdParams&, int, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of sm90 was left out of the build");
 }}
@@ -63,7 +63,7 @@ class Library:
     sources: str = SOURCES
     head_dims: Sequence[int] = variants.ALL_HEAD_DIMS
     dtypes: Sequence[str] = tuple(variants.DTYPES)
-    masks: Sequence[str] = tuple(variants.MASKS)  # sm90's, each of which has a file
+    kinds: Sequence[str] = tuple(variants.SM90_KINDS)  # each of which has a file
     debug: bool = False  # for a debugger
     combines: bool = False  # with SPLITS from `sources` as well, not as the other libraries have it
 
@@ -79,7 +79,7 @@ class Library:
     def dispatch(self) -> str:
         """The folder of all but the kernels, which is shared by the libraries that have the same
         kernels: it depends on nothing else."""
-        parts = (f"{BUILD}/sm{self.arch}", *self.head_dims, *self.dtypes, *self.masks)
+        parts = (f"{BUILD}/sm{self.arch}", *self.head_dims, *self.dtypes, *self.kinds)
         return "_".join(map(str, parts))
 
     def generate(self) -> tuple[list[str], list[str]]:
@@ -87,8 +87,8 @@ class Library:
         everything = variants.generate(
             ROOT / self.dispatch / "variants", self.head_dims, sm90=self.arch == 90
         )
-        chosen = (f"sm{self.arch}",), self.dtypes, self.masks
-        # fwd_<arch>_hdim<n>_<dtype>, of sm90 with _<mask>
+        chosen = (f"sm{self.arch}",), self.dtypes, self.kinds
+        # fwd_<arch>_hdim<n>_<dtype>, of sm90 with _<kind>
         names = {f: f.stem.split("_")[1:2] + f.stem.split("_")[3:] for f in everything}
         kernels = [f for f in everything if all(map(operator.contains, chosen, names[f]))]
         absent = [f for f in everything if f not in kernels]

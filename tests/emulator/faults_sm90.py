@@ -197,7 +197,7 @@ SM90_FAULTS = [
         "        announce(i, tile);",
     ),
     of_sm90(
-        "rows of a tile's other parts",
+        "rows of other parts of a tile",
         f"{WRONG}|been written already",
         SM90_MAINLOOP,
         "work.tile.row_end - work.row0;",

@@ -120,7 +120,8 @@ __attribute__((visibility("default"))) int splits_of(int batch, int heads, int h
   FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
   set_band(params, window_left, window_right, len_k - len_q);
   const FwdRow& row = kFwdSm80[select_fwd_sm80(head_dim, smem_limit)];
-  const KeySplits splits = choose_splits(params, row, multiprocessors, 0);
+  const KeySplits splits = choose_splits(
+      params, SplittingTiles::of_sm80(params, row, multiprocessors), multiprocessors, 0);
   *keys = splits.keys;
   return splits.count;
 }

@@ -66,6 +66,7 @@ class TileOrder {
   }
 
   CUTE_HOST_DEVICE int tiles() const { return tiles_; }
+  CUTE_HOST_DEVICE int batch() const { return batch_.divisor; }
   CUTE_HOST_DEVICE int section_tiles() const { return section_tiles_.divisor; }
   CUTE_HOST_DEVICE int first_section_tiles() const { return first_section_.divisor * m_blocks_; }
 

@@ -27,17 +27,16 @@ struct FwdEpilogue {
                               int consumer, int row0, int len_q, const Out& tOrO,
                               const Softmax& softmax) {
     using namespace cute;
-    const FwdParams& params = arguments.params;
     const QueryRows& query_rows = arguments.query_rows;
     const int warp = hopper::warp_in_warpgroup();
     const int lane = hopper::thread_in_warpgroup() % 32;
     row0 += warp * Traits::kWarpRows;
 
-    const int lane_in_quad = lane % 4;
-    if (lane_in_quad < Softmax::kRows) {  // each of two lanes has one of the rows
-      const int row = row0 + lane / 4 + 8 * lane_in_quad;
+    const int mine = lane % 4;
+    if (mine < Softmax::kRows) {  // each of two lanes has one of the rows
+      const int row = row0 + lane / 4 + 8 * mine;
       if (query_rows.exists(row, len_q)) {
-        *query_rows.find<float>(params.lse, tile, row) = softmax.lse(lane_in_quad);
+        *query_rows.find<float>(arguments.params.lse, tile, row) = softmax.lse(mine);
       }
     }
 
@@ -67,6 +66,38 @@ struct FwdEpilogue {
         hopper::store_box(arguments.out, staged, strip * kStrip, query_rows.in_group(row0),
                           query_rows.query(row0), tile.head, tile.batch);
         hopper::commit_boxes();
+      }
+    }
+  }
+
+  // The same of a part of the keys: O in fp32, straight from registers, and the rows' statistics.
+  template <class Out, class Softmax>
+  static CUTE_DEVICE void run_split(const Arguments& arguments, Tile tile, int row0, int len_q,
+                                    Out& tOrO, const Softmax& softmax) {
+    using namespace cute;
+    const FwdParams& params = arguments.params;
+    const QueryRows& query_rows = arguments.query_rows;
+    const int lane = hopper::thread_in_warpgroup() % 32;
+    const int mine = lane % 4;
+    row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows + lane / 4;
+    auto out = as_matrix(tOrO);  // (2 rows, columns), of which two that lie together in each 8
+    CUTE_UNROLL
+    for (int r = 0; r < Softmax::kRows; ++r) {
+      const int row = row0 + 8 * r;
+      if (!query_rows.exists(row, len_q)) continue;
+      if (r == mine) {
+        *query_rows.find<RowStatistics>(params.splits.rows, tile, row) = softmax.statistics(r);
+      }
+      float* to = query_rows.find<float>(params.splits.out, tile, row) + 2 * mine;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(out); c += 2) {
+        auto pair = make_tensor<float>(_2{});
+        pair(0) = out(r, c);
+        pair(1) = out(r, c + 1);
+        if (4 * c + 2 * mine < params.head_dim) {
+          copy(Copy_Atom<UniversalCopy<uint64_t>, float>{}, pair,
+               make_tensor(make_gmem_ptr(to + 4 * c), Shape<_2>{}));
+        }
       }
     }
   }

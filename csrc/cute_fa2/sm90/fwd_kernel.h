@@ -49,8 +49,12 @@ struct FwdKernel {
       mainloop.run([&](Tile tile, int row0, auto& softmax, auto& tOrO) {
         auto out = as_matrix(tOrO);  // (rows, columns)
         softmax.normalize(out);
-        Epilogue::run(arguments, smem, tile, index, row0, Sequence(arguments.params).len_q, tOrO,
-                      softmax);
+        const int len_q = Sequence(arguments.params).len_q;
+        if constexpr (Traits::kSplits) {
+          Epilogue::run_split(arguments, tile, row0, len_q, tOrO, softmax);
+        } else {
+          Epilogue::run(arguments, smem, tile, index, row0, len_q, tOrO, softmax);
+        }
       });
       Epilogue::finish();
     }

@@ -83,8 +83,7 @@ class FwdMainloop {
       smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
       work.tile = smem_.tile[q_.stage][index_];
       if (work.tile.row0 == Rings::kNoTile.row0) return false;
-      const Sequence sequence(arguments_.params);
-      const Mask<kMask> mask(arguments_.params, sequence, arguments_.query_rows);
+      const Mask<kMask> mask = Rings::mask(arguments_, work.tile);
       work.row0 = work.tile.row0 + index_ * Traits::kConsumerRows;
       work.blocks = Rings::blocks_of(arguments_, work.tile);
       const int rows_left = work.tile.row_end - work.row0;
@@ -136,7 +135,7 @@ class FwdMainloop {
   template <class Scores, class Out>
   CUTE_DEVICE void attend(const Work& work, Scores& tSrS, Softmax& softmax, Out& tOrO) {
     using namespace cute;
-    const Mask<kMask> mask(arguments_.params, Sequence(arguments_.params), arguments_.query_rows);
+    const Mask<kMask> mask = Rings::mask(arguments_, work.tile);
     // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
     auto words =
         make_tensor<uint32_t>(Int<Traits::kConsumerRows * kBlockN / hopper::kWarpgroup / 2>{});

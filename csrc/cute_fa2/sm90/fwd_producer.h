@@ -39,8 +39,9 @@ class FwdProducer {
     const Tile tile = arguments_.schedule.tile(index, arguments_.query_rows.count(params.len_q));
     if (tile.row0 >= tile.row_end) return;
     const BlockRange blocks = Rings::blocks_of(arguments_, tile);
+    const int batch = Traits::kSplits ? tile.batch % params.batch : tile.batch;
     // In the order in which the consumers need them: K, Q; the next K before V.
-    load_keys(tile, blocks.end - 1);
+    load_keys(tile.head, batch, blocks.end - 1);
     CUTE_UNROLL
     for (int i = 0; i < kConsumers; ++i) {
       announce(i, tile);
@@ -49,15 +50,15 @@ class FwdProducer {
         smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);
         load_rows<Traits::kConsumerRows>(arguments_.q, params.q, smem_.q[q_.stage][i],
                                          smem_.q_full[q_.stage][i],
-                                         arguments_.query_rows.query(row0), tile.head, tile.batch);
+                                         arguments_.query_rows.query(row0), tile.head, batch);
       } else {
         smem_.q_full[q_.stage][i].arrive();
       }
     }
     q_.advance();
     for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
-      if (n_block > blocks.begin) load_keys(tile, n_block - 1);
-      load_values(tile, n_block);
+      if (n_block > blocks.begin) load_keys(tile.head, batch, n_block - 1);
+      load_values(tile.head, batch, n_block);
     }
   }
 
@@ -66,26 +67,27 @@ class FwdProducer {
     smem_.tile[q_.stage][consumer] = tile;
   }
 
-  CUTE_DEVICE void load_keys(Tile tile, int n_block) {
-    load_block(arguments_.k, arguments_.params.k, smem_.k, smem_.k_full, smem_.k_empty, k_, tile,
-               n_block);
+  CUTE_DEVICE void load_keys(int head, int batch, int n_block) {
+    load_block(arguments_.k, arguments_.params.k, smem_.k, smem_.k_full, smem_.k_empty, k_, head,
+               batch, n_block);
   }
   // Rows past the last key become zeros, as they are outside of the map: their weight is 0, but
   // 0 x NaN would be NaN. (Packed sequences, which have neighbours there, would have to see to
   // it.)
-  CUTE_DEVICE void load_values(Tile tile, int n_block) {
-    load_block(arguments_.v, arguments_.params.v, smem_.v, smem_.v_full, smem_.v_empty, v_, tile,
-               n_block);
+  CUTE_DEVICE void load_values(int head, int batch, int n_block) {
+    load_block(arguments_.v, arguments_.params.v, smem_.v, smem_.v_full, smem_.v_empty, v_, head,
+               batch, n_block);
   }
 
   template <class View, class Stages>
   CUTE_DEVICE void load_block(const CUtensorMap& map, const View& view, Stages& stages,
                               hopper::Barrier* full, hopper::Barrier* empty,
-                              typename Rings::KeysPosition& ring, Tile tile, int n_block) {
+                              typename Rings::KeysPosition& ring, int head, int batch,
+                              int n_block) {
     empty[ring.stage].wait(ring.parity ^ 1);  // all consumers are done with the stage
     full[ring.stage].arrive_and_expect(sizeof stages[0]);
     load_rows<kBlockN>(map, view, stages[ring.stage], full[ring.stage], n_block * kBlockN,
-                       arguments_.query_rows.kv_head(tile.head), tile.batch);
+                       arguments_.query_rows.kv_head(head), batch);
     ring.advance();
   }
 

@@ -20,7 +20,7 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
   using Traits = typename Kernel::Traits;
   const QueryRows query_rows =
       QueryRows::make(params, Traits::kBlockM, most_rows_of_query_sm90(params));
-  check_grid(query_rows.tiles(params, Traits::kBlockM));
+  check_grid(query_rows.tiles(params, Traits::kBlockM) * params.splits.count);
   bind_context(device);
   auto map_keys = [&](const TensorView<const void*>& view) {
     return make_tensor_map(view, dtype, params.batch, params.heads_kv(), 1, params.len_k,
@@ -47,12 +47,13 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
 
 }  // namespace sm90
 
-template <DType kDType, int kHeadDim, MaskKind kMask>
+template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplits>
 void launch_fwd_sm90(const FwdParams& params, int config_index, int device, cudaStream_t stream) {
   index_switch<std::size(kFwdSm90)>(config_index, [&](auto index) {
     constexpr FwdSm90Row kRow = kFwdSm90[index()];
-    if constexpr (kRow.config.head_dim == kHeadDim && kRow.serves(kMask)) {
-      sm90::launch<sm90::FwdKernel<sm90::FwdTraits<kDType, kRow.config>, kMask>>(
+    if constexpr (kRow.config.head_dim == kHeadDim &&
+                  (kSplits ? kRow.splits : kRow.serves(kMask))) {
+      sm90::launch<sm90::FwdKernel<sm90::FwdTraits<kDType, kRow.config, kSplits>, kMask>>(
           params, kDType, kMask, device, stream);
     }
   });

@@ -49,12 +49,18 @@ struct Rings {
     }
   }
 
+  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, Tile tile) {
+    const FwdParams& params = arguments.params;
+    return {params,
+            Traits::kSplits ? Sequence(params, tile.batch / params.batch) : Sequence(params),
+            arguments.query_rows};
+  }
+
   // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
   // there is none, so that there is always a block to work on.
   static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, Tile tile) {
     const BlockRange blocks =
-        Mask<kMask>(arguments.params, Sequence(arguments.params), arguments.query_rows)
-            .visible_blocks(tile.row0, tile.row_end, Traits::kBlockN);
+        mask(arguments, tile).visible_blocks(tile.row0, tile.row_end, Traits::kBlockN);
     return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};
   }
 };

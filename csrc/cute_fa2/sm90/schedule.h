@@ -22,7 +22,7 @@ namespace flash_cute::sm90 {
 struct Tile {
   int row0, row_end;  // its query rows; more consumers than that have rows have nothing to do
   int head;           // query head, or group of them (QueryRows)
-  int batch;
+  int batch;  // of keys in parts (KeySplits), where results stand: part * params.batch + batch
 };
 
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
@@ -42,10 +42,12 @@ class Schedule {
     const int last_rows = query_rows.count(params.len_q) - (m_blocks - 1) * block_m;
     const int worth = std::max((last_rows + kRows - 1) / kRows * kRows, block_m * 3 / 5);
 
-    // Equal tiles need no order but that of memory. Others are dealt out anew for each section
-    // where they differ much, by a mask or in a short head's last one, unless a section has less
-    // than 5/4 rounds: that would leave blocks without a tile.
-    const bool equal = mask == MaskKind::kFull && worth == block_m;
+    // Equal tiles need no order but that of memory, and those of keys in parts are about equal.
+    // Others are dealt out anew for each section where they differ much, by a mask or in a short
+    // head's last one, unless a section has less than 5/4 rounds: that would leave blocks without a
+    // tile.
+    const bool splits = params.splits.count > 1;
+    const bool equal = splits || (mask == MaskKind::kFull && worth == block_m);
     const int64_t places = multiprocessors;
     const int64_t kv_head_tiles = int64_t{query_rows.heads_per_kv_head()} * m_blocks;
     const auto anew = [&](int section) {
@@ -75,9 +77,9 @@ class Schedule {
     const bool small = few_keys && anew(heads_of_section(1));
     const int section = by_heads ? 1 : heads_of_section(small ? 1 : 2);
 
-    const int64_t tiles = kv_heads * kv_head_tiles;
+    const int64_t tiles = kv_heads * kv_head_tiles * params.splits.count;
     const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
-    const DealtTiles dealt = anew(section)
+    const DealtTiles dealt = anew(section) || splits
                                  ? DealtTiles{tiles, 0, 1, block_m}
                                  : DealtTiles::make(block_m, mask, is_triangle, tiles, places);
     const bool all_cut = dealt.whole == 0 && dealt.parts > 1;  // of parts none lacks consumers
@@ -151,7 +153,8 @@ class Schedule {
       row0 += part * part_rows_;
       row_end = cute::min(row_end, row0 + part_rows_);
     }
-    return {row0, cute::min(row_end, row_count), tile.head, tile.batch};
+    const int batch = tile.split * order_.batch() + tile.batch;
+    return {row0, cute::min(row_end, row_count), tile.head, batch};
   }
 
  private:

@@ -12,12 +12,14 @@
 
 namespace flash_cute::sm90 {
 
-template <DType kDType, FwdSm90Config kConfig_>
+// kSplits_: for keys in parts (KeySplits), of which each comes to a result of its own.
+template <DType kDType, FwdSm90Config kConfig_, bool kSplits_>
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
 
   static constexpr FwdSm90Config kConfig = kConfig_;
+  static constexpr bool kSplits = kSplits_;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim;
   static constexpr int kConsumers = kConfig.consumers;
