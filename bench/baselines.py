@@ -78,7 +78,7 @@ def with_smem_limit(smem_limit: int) -> Provider:
 
 
 def with_splits(count: int) -> Provider:
-    """flash_cute with the keys in at most `count` parts, which are whole blocks of keys; 1: whole."""
+    """flash_cute with the keys in at most `count` parts, of whole blocks of keys; 1: whole."""
     about = f"flash_cute, keys in {count} part(s)"
     return _by_the_op(f"parts={count}", about, splits=count)
 

@@ -110,7 +110,7 @@ def test_variants(tmp_path: Path, sm90: bool) -> None:
     kernels = [
         line for file in sources for line in file.read_text().splitlines() if "template" in line
     ]
-    assert len(set(kernels)) == len(kernels) == (16 if sm90 else 8)
+    assert len(set(kernels)) == len(kernels) == (20 if sm90 else 8)
     built = (tmp_path / "generated/variants.inc").read_text()
     assert "kBuiltHeadDims = {64, 96}" in built
     assert f"kSm90IsBuilt = {str(sm90).lower()}" in built

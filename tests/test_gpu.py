@@ -172,22 +172,33 @@ def few_tiles(request):
     return gpu_inputs(batch, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k)
 
 
+@GPU_KERNELS
 @pytest.mark.parametrize("splits", [0, 1, 3, 1000])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=["fp16", "bf16"])
-def test_keys_in_parts(few_tiles, dtype, is_causal, splits):
+def test_keys_in_parts(kernels, few_tiles, dtype, is_causal, splits):
     check(*(poisoned(x.to(dtype)) for x in few_tiles), is_causal, splits=splits)
 
 
-def test_keys_in_parts_take_two_kernels(few_tiles):
+@GPU_KERNELS
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+def test_keys_in_parts_of_every_head_dim(kernels, head_dim):
+    inputs = gpu_inputs(2, 6, 130, head_dim, heads_kv=2, len_k=1500)
+    check(*map(poisoned, inputs), True, splits=4)
+
+
+@GPU_KERNELS
+def test_keys_in_parts_take_two_kernels(kernels, few_tiles):
     q, k, v = few_tiles
     readable = q.shape[3] % 8 == 0
     names = launched(lambda: run(q, k, v))
     assert sum("CombineKernel" in name for name in names) == 1
+    assert any(gpu_archs()[kernels == "other"] in name for name in names)
     assert len(names) == 2 or not readable, names
 
 
-def test_keys_in_parts_on_streams_and_in_graphs(few_tiles):
+@GPU_KERNELS
+def test_keys_in_parts_on_streams_and_in_graphs(kernels, few_tiles):
     torch.cuda.set_sync_debug_mode("error")
     try:
         expected = run(*few_tiles)

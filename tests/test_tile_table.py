@@ -51,6 +51,12 @@ def test_every_head_dim_has_rows_of_sm90(mask: str) -> None:
     assert len({(row["head_dim"], row["block_m"]) for row in rows}) == len(rows)
 
 
+def test_every_head_dim_has_a_row_of_sm90_for_keys_in_parts() -> None:
+    rows = [row for row in SM90_ROWS if row["splits"]]
+    assert [row["head_dim"] for row in rows] == (INFO["head_dims"] if SM90_ROWS else [])
+    assert all(row["splits"] for row in SM90_ROWS if row["mask"] == "none")
+
+
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_row(row: dict[str, Any]) -> None:
     # Q, and K and V as often as the pipeline has stages, in elements of 2 bytes; of rows that warps

@@ -145,9 +145,10 @@ struct FwdSm90Row {
 // which the main loop no longer has), from other runs, of which there is no file. "O from
 // registers" is how an epilogue before this one stored it: up to 6% slower at N 512 (csrc README).
 inline constexpr FwdSm90Row kFwdSm90[] = {
-    // head_dim, consumers, block_n, stages, q_stages, in_turns, full, banded
+    // head_dim, consumers, block_n, stages, q_stages, in_turns, full, banded, row_cost, splits
     // 1.46 1.35 1.44 1.43. 3, 128, 3, products: 1.27 1.07 1.44 1.37. 4 x 96 and 4 x 128 spill
     {{32, 4, 64, 4, 2, false}, true, true},
+    // For parts of the keys, of which tiles with few rows are enough. Not timed beside others.
     {{32, 2, 128, 4, 2, true}, false, false, 100, true},
     // 1.22 1.22 1.27 1.29. 4, 64, 4, none: 1.21 1.20 1.24 1.26; products: 1.23 1.16 1.23 1.28;
     // softmax: 1.10 1.10 1.03 1.08. 3, 64, 4, none: 1.04 1.08 1.10 1.16. 3, 128, 3, none: 1.06 1.04
@@ -169,6 +170,7 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
     // turns at products, from another run: 1.20 1.20 1.38 1.43, where these had 1.19 1.23 1.40
     // 1.46. 3, 80, 3, none: 1.12 1.11 1.36 1.46
     {{96, 3, 64, 4, 2, false}, false, true},
+    // For parts of the keys; not timed beside others.
     {{96, 2, 128, 2, 2, true}, false, false, 100, true},
     // At N 4096, where it serves: 1.13 1.26. In another run, at both: 0.94 0.98 1.16 1.30; in turns
     // at products: 0.95 0.98 1.13 1.26. 3, 64, 3 and one stage of Q, none: 0.96 0.99 1.09 1.31. 3,

@@ -53,7 +53,7 @@ KeySplits best_splits(const FwdParams& params, const SplittingTiles& tiles, cons
     const KeySplits splits = blocks.in_parts(round * multiprocessors / tiles.count);
     if (splits.count == 1) continue;
     const double time = rounds(splits.count * tiles.count, tiles.blocks_per_sm, multiprocessors) *
-                            (splits.keys + tiles.of_tile) +
+                            tiles.of_key * (splits.keys + tiles.of_tile) +
                         tiles.of_combining +
                         rows * (tiles.of_row + splits.count * tiles.of_row_of_part);
     if (time < least) {
@@ -82,37 +82,48 @@ int64_t tiles_of(const FwdParams& params, int block_m, int64_t most) {
 SplittingTiles SplittingTiles::of_sm80(const FwdParams& params, const FwdRow& row,
                                        int multiprocessors) {
   const int64_t count = tiles_of(params, row.config.block_m);
-  return {.count = count,
-          .block_n = row.config.block_n,
-          .blocks_per_sm = row.blocks_per_sm,
-          .of_tile = 256,
-          .of_combining = 256,
-          .of_row = 0.1,
-          .of_row_of_part = 1. / 60,
-          .whole_rounds = rounds(count, row.blocks_per_sm, multiprocessors)};
+  return {
+      .count = count,
+      .block_n = row.config.block_n,
+      .blocks_per_sm = row.blocks_per_sm,
+      .of_key = 1,  // less with half of the rows, as in decoding, of which this takes no account
+      .of_tile = 256,
+      .of_combining = 256,
+      .of_row = 0.1,
+      .of_row_of_part = 1. / 60,
+      .whole_rounds = rounds(count, row.blocks_per_sm, multiprocessors)};
 }
 
 SplittingTiles SplittingTiles::of_sm90(const FwdParams& params, MaskKind mask,
                                        const FwdSm90Row& row, const FwdSm90Row& whole,
                                        int multiprocessors) {
-  const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
+  constexpr int kConsumerRows = FwdSm90Config::kConsumerRows;
   const int64_t most = most_rows_of_query_sm90(params);
-  const int block_m = whole.config.block_m();
-  const double whole_rows =
-      DealtTiles::make(block_m, mask, is_triangle, tiles_of(params, block_m, most), multiprocessors)
-          .time(block_m, is_triangle, multiprocessors);
-  // With fewer columns keys are faster.
-  const double scale = 128. / row.config.head_dim;
-  return {.count = tiles_of(params, row.config.block_m(), most),
+  const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
+  const int block_m = row.config.block_m(), whole_m = whole.config.block_m();
+  const int64_t whole_tiles = tiles_of(params, whole_m, most);
+  const QueryRows query_rows = QueryRows::make(params, block_m, most);
+  // Whole keys take so many rows' time, on the busiest multiprocessor. A triangle's tiles have half
+  // of the keys, in the mean. In decoding one consumer has all rows, and is faster alone.
+  double rows = DealtTiles::make(whole_m, mask, is_triangle, whole_tiles, multiprocessors)
+                    .time(whole_m, is_triangle, multiprocessors) *
+                (is_triangle ? 0.5 : 1);
+  double of_key = 1;
+  if (query_rows.count(params.len_q) <= kConsumerRows) {
+    const auto of_one_consumer = [](int rows) { return 0.5 * (rows + kConsumerRows); };
+    rows = ceil_div(whole_tiles, multiprocessors) * of_one_consumer(whole_m);
+    of_key = of_one_consumer(block_m) / block_m;
+  }
+  const double scale = 128. / row.config.head_dim;  // with fewer columns keys are faster
+  return {.count = query_rows.tiles(params, block_m),
           .block_n = row.config.block_n,
           .blocks_per_sm = 1,
+          .of_key = of_key,
           .of_tile = 64 * scale,
-          .of_combining = 300 * scale,
-          .of_row = 0.35 * scale,
-          .of_row_of_part = 0.055 * scale,
-          // A triangle's tiles have half of the keys, in the mean.
-          .whole_rounds =
-              whole_rows * whole.row_cost / 100 / row.config.block_m() * (is_triangle ? 0.5 : 1)};
+          .of_combining = 400 * scale,
+          .of_row = 0.06 * scale,
+          .of_row_of_part = 0.034,
+          .whole_rounds = rows * whole.row_cost / (block_m * row.row_cost)};
 }
 
 KeySplits choose_splits(const FwdParams& params, const SplittingTiles& tiles, int multiprocessors,

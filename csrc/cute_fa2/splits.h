@@ -16,14 +16,15 @@ namespace flash_cute {
 int64_t tiles_of(const FwdParams& params, int block_m, int64_t most = kMaxLength);
 
 // The tiles of a call that may split its keys, and what they take: in the time that a
-// multiprocessor full of thread blocks needs for a key of each, with all rows of a tile. (With half
-// of them, as in decoding, it needs less.) The costs beside keys are guesses by a model of the GPU;
+// multiprocessor full of thread blocks needs for a key of each, with all rows of a tile. Of sm80
+// the costs are guesses by a model of the GPU, of sm90 such as choose well on an H100;
 // bench/results/decode.json has what they choose beside other numbers of parts.
 struct SplittingTiles {
   int64_t count;          // if the keys stay whole
   int block_n;            // keys of a block
   int blocks_per_sm;      // thread blocks on a multiprocessor; of sm90 tiles at a time
-  double of_tile;         // what each takes beside its keys
+  double of_key;          // what a key takes, by a tile's rows
+  double of_tile;         // and a tile beside its keys, as keys
   double of_combining;    // what it takes to combine parts: at all,
   double of_row;          // for each row,
   double of_row_of_part;  // and for each of its parts

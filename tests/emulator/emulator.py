@@ -233,13 +233,13 @@ class Emulator:
         window_left: int = -1,
         window_right: int = -1,
     ) -> tuple[int, int]:
-        """Into how many parts the keys are split, and of how many keys."""
+        """Into how many parts the keys are split, and of how many keys; sm90 takes no account of
+        `smem_limit`."""
         keys = ctypes.c_int32()
         shape = batch, heads, heads_kv, len_q, len_k, head_dim
         device = multiprocessors, smem_limit
-        count = self._library.splits_of(
-            *shape, window_left, window_right, *device, ctypes.byref(keys)
-        )
+        bands = window_left, window_right
+        count = self._library.splits_of(self.arch, *shape, *bands, *device, ctypes.byref(keys))
         return count, keys.value
 
     def small(self, name: str, x: Tensor, seed: int = 0) -> tuple[Tensor, Counters]:

@@ -22,6 +22,7 @@ SEQUENCE = "common/sequence.h"
 COMBINE = "common/combine_kernel.h"
 SOFTMAX = "common/online_softmax.h"
 SM90_KERNEL = "sm90/fwd_kernel.h"
+SM90_SCHEDULE = "sm90/schedule.h"
 SM90_MAINLOOP = "sm90/fwd_mainloop.h"
 SM90_PRODUCER = "sm90/fwd_producer.h"
 SM90_RINGS = "sm90/rings.h"
@@ -63,7 +64,7 @@ class Fault:
             arch=self.arch,
             head_dims=(self.head_dim,),
             dtypes=("bf16",),
-            masks=("banded",),
+            kinds=("banded", "splits") if self.arch == 90 else ("banded",),
             combines=any(file == COMBINE for file, _, _ in self.edits),
         )
 

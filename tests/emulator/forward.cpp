@@ -93,7 +93,18 @@ static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int le
   params.len_q = len_q;
   params.len_k = len_k;
   params.head_dim = head_dim;
+  params.q.stride_head = 1;  // heads that are not expanded
   return params;
+}
+
+// Of sm90, the row of the tile table that a call gets if its keys stay whole.
+static const FwdSm90Row& row_of_sm90(const FwdParams& params, MaskKind mask, bool is_triangle,
+                                     int multiprocessors) {
+  const auto tiles = [&](int block_m) {
+    return tiles_of(params, block_m, most_rows_of_query_sm90(params));
+  };
+  return kFwdSm90[select_fwd_sm90(params.head_dim, mask, is_triangle, params.len_k, multiprocessors,
+                                  tiles)];
 }
 
 // Of sm90, how many rows the tiles of a call have.
@@ -101,27 +112,28 @@ __attribute__((visibility("default"))) int block_m_of_sm90(int batch, int heads,
                                                            int len_q, int len_k, int head_dim,
                                                            int is_banded, int is_triangle,
                                                            int multiprocessors) {
-  FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
-  params.q.stride_head = 1;  // heads that are not expanded
+  const FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
   const MaskKind mask = is_banded ? MaskKind::kBanded : MaskKind::kFull;
-  const auto tiles = [&](int block_m) {
-    return tiles_of(params, block_m, most_rows_of_query_sm90(params));
-  };
-  return kFwdSm90[select_fwd_sm90(head_dim, mask, is_triangle, len_k, multiprocessors, tiles)]
-      .config.block_m();
+  return row_of_sm90(params, mask, is_triangle, multiprocessors).config.block_m();
 }
 
 // Into how many parts a device of so many multiprocessors, which lends a block `smem_limit` bytes,
 // splits the keys; of how many keys each goes to `keys`.
-__attribute__((visibility("default"))) int splits_of(int batch, int heads, int heads_kv, int len_q,
-                                                     int len_k, int head_dim, int window_left,
-                                                     int window_right, int multiprocessors,
-                                                     int smem_limit, int32_t* keys) {
+__attribute__((visibility("default"))) int splits_of(int arch, int batch, int heads, int heads_kv,
+                                                     int len_q, int len_k, int head_dim,
+                                                     int window_left, int window_right,
+                                                     int multiprocessors, int smem_limit,
+                                                     int32_t* keys) {
   FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
-  set_band(params, window_left, window_right, len_k - len_q);
-  const FwdRow& row = kFwdSm80[select_fwd_sm80(head_dim, smem_limit)];
-  const KeySplits splits = choose_splits(
-      params, SplittingTiles::of_sm80(params, row, multiprocessors), multiprocessors, 0);
+  const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
+  const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
+  const SplittingTiles tiles =
+      arch == 80 ? SplittingTiles::of_sm80(params, kFwdSm80[select_fwd_sm80(head_dim, smem_limit)],
+                                           multiprocessors)
+                 : SplittingTiles::of_sm90(params, mask, kFwdSm90[select_splits_sm90(head_dim)],
+                                           row_of_sm90(params, mask, is_triangle, multiprocessors),
+                                           multiprocessors);
+  const KeySplits splits = choose_splits(params, tiles, multiprocessors, 0);
   *keys = splits.keys;
   return splits.count;
 }

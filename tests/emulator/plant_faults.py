@@ -91,6 +91,12 @@ def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
             check(emulator, *map(poisoned, inputs), **options)
         except AssertionError as error:  # of the machine, or of the comparison
             return str(error)
+    for len_q, splits in ((150, 2), (5, 4)):
+        inputs = random_inputs(2, 6, len_q, head_dim, heads_kv=2, len_k=333, dtype=torch.bfloat16)
+        try:
+            check(emulator, *map(poisoned, inputs), True, splits=splits, multiprocessors=2)
+        except AssertionError as error:
+            return str(error)
     return ""
 
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from cases import check
+from emulator import Emulator
 from support import BANDS, HEAD_DIMS, LAYOUTS, check_rms_error, inputs_with_outliers, poisoned
 from support import random_inputs as random_inputs_of
 
@@ -35,6 +36,19 @@ def test_head_dims_and_dtypes(emulator, dtype, head_dim, is_causal):
 
 
 @BOTH_MASKS
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_head_dims_on_hopper(hopper, head_dim, is_causal):
+    inputs = random_inputs(2, 4, 150, head_dim, heads_kv=2, len_k=333)
+    check(hopper[BF16], *map(poisoned, inputs), is_causal, splits=3, multiprocessors=5)
+
+
+@BOTH_MASKS
+def test_fp16_on_hopper(hopper, is_causal):
+    inputs = random_inputs(2, 4, 150, 64, heads_kv=2, len_k=333, dtype=FP16)
+    check(hopper[FP16], *map(poisoned, inputs), is_causal, splits=3, multiprocessors=5)
+
+
+@BOTH_MASKS
 @pytest.mark.parametrize("smem_limit", [166912, 101376])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_other_rows_of_the_tile_table(emulator, head_dim, smem_limit, is_causal):
@@ -45,11 +59,12 @@ def test_other_rows_of_the_tile_table(emulator, head_dim, smem_limit, is_causal)
 @BOTH_MASKS
 @pytest.mark.parametrize("heads, len_q", [(8, 1), (3, 1), (6, 5), (2, 40)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_few_queries(emulator, head_dim, heads, len_q, is_causal):
+def test_few_queries(emulator, hopper, head_dim, heads, len_q, is_causal):
     """As in decoding: heads share tiles; more parts than warps that combine them."""
     inputs = random_inputs(2, heads, len_q, head_dim, heads_kv=heads // 2 or 1, len_k=800)
     for splits in (2, 13):
         check(emulator, *map(poisoned, inputs), is_causal, splits=splits)
+        check(hopper[BF16], *map(poisoned, inputs), is_causal, splits=splits, multiprocessors=3)
 
 
 def test_more_parts_than_threads_that_combine_them(emulator):
@@ -62,6 +77,13 @@ def test_more_parts_than_threads_that_combine_them(emulator):
 def test_scales(emulator, scale, is_causal):
     inputs = random_inputs(1, 2, 100, 64, len_k=330)
     check(emulator, *map(poisoned, inputs), is_causal, scale, splits=3)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("scale", [1e-42, 3.0, 100.0])
+def test_scales_on_hopper(hopper, scale, is_causal):
+    inputs = random_inputs(1, 2, 100, 64, len_k=330)
+    check(hopper[BF16], *map(poisoned, inputs), is_causal, scale, splits=3)
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e10, 1e300])
@@ -86,10 +108,11 @@ def test_scores_that_leave_their_sum_no_digits(emulator):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=4 * torch.finfo(FP16).eps)
 
 
-@pytest.mark.parametrize("scale", [0.0, -2.0, 1e10])
-def test_rows_without_a_key(emulator, scale):
+@pytest.mark.parametrize("scale", [0.0, -2.0, 1e10, 0.5])
+def test_rows_without_a_key(emulator, hopper, scale):
+    kernels = hopper[BF16] if scale == 0.5 else emulator
     inputs = random_inputs(1, 2, 400, 64, len_k=150)
-    out, lse, _ = emulator.forward(
+    out, lse, _ = kernels.forward(
         *map(poisoned, inputs), scale, window_right=0, diagonal_offset=-250, splits=3
     )
     assert torch.all(out[:, :, :250] == 0) and torch.all(lse[:, :, :250] == -math.inf)
@@ -98,19 +121,21 @@ def test_rows_without_a_key(emulator, scale):
 
 @pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
 @pytest.mark.parametrize("len_q, len_k", [(70, 300), (200, 150), (1, 300)])
-def test_bands(emulator, len_q, len_k, window_left, window_right, diagonal_offset):
+def test_bands(emulator, hopper, len_q, len_k, window_left, window_right, diagonal_offset):
     inputs = random_inputs(1, 3, len_q, 64, heads_kv=1, len_k=len_k)
     band = {"window_left": window_left, "window_right": window_right}
-    check(emulator, *map(poisoned, inputs), splits=3, **band, diagonal_offset=diagonal_offset)
+    for kernels in (emulator, hopper[BF16]):
+        check(kernels, *map(poisoned, inputs), splits=3, **band, diagonal_offset=diagonal_offset)
 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("len_q", [5, 70])
-def test_layouts(emulator, len_q, layout, is_causal):
+def test_layouts(emulator, hopper, len_q, layout, is_causal):
     inputs = random_inputs(2, 4, len_q, 40, heads_kv=2, len_k=330)
-    laid_out = (poisoned(x, **LAYOUTS[layout]) for x in inputs)
-    check(emulator, *laid_out, is_causal, splits=2)
+    laid_out = [poisoned(x, **LAYOUTS[layout]) for x in inputs]
+    for kernels in (emulator, hopper[BF16]):
+        check(kernels, *laid_out, is_causal, splits=2)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -129,11 +154,12 @@ def test_rms_error_with_outliers(emulator):
 
 
 @BOTH_MASKS
-def test_results_do_not_depend_on_the_order_of_threads(emulator, is_causal):
+def test_results_do_not_depend_on_the_order_of_threads(emulator, hopper, is_causal):
     inputs = random_inputs(1, 2, 150, 64, len_k=460)
-    first = check(emulator, *map(poisoned, inputs), is_causal, splits=3)
-    other = check(emulator, *map(poisoned, inputs), is_causal, splits=3, seed=1)
-    assert all(map(torch.equal, first[:2], other[:2]))
+    for kernels in (emulator, hopper[BF16]):
+        first = check(kernels, *map(poisoned, inputs), is_causal, splits=3, multiprocessors=5)
+        other = check(kernels, *map(poisoned, inputs), is_causal, splits=3, seed=1)
+        assert all(map(torch.equal, first[:2], other[:2]))
 
 
 def test_keys_are_read_once(emulator):
@@ -143,6 +169,16 @@ def test_keys_are_read_once(emulator):
     counters = check(emulator, *map(poisoned, inputs), splits=splits)[2]
     chunks = (splits * rows + 2 * len_k) * head_dim // 8
     assert counters.global_reads_16 == chunks + splits * rows * head_dim // 4
+
+
+def test_keys_are_read_once_on_hopper(hopper):
+    """And Q once for each part."""
+    rows, len_k, head_dim, splits = 20, 640, 64, 5
+    inputs = random_inputs(1, 1, rows, head_dim, len_k=len_k)
+    counters = check(hopper[BF16], *map(poisoned, inputs), splits=splits)[2]
+    assert counters.box_bytes == 2 * head_dim * (splits * rows + 2 * len_k)
+    assert counters.box_bytes_out == 0
+    assert counters.global_reads_16 == splits * rows * head_dim // 4
 
 
 def test_as_many_parts_as_are_asked_for(emulator):
@@ -182,14 +218,21 @@ def tiles(case: bench_cases.Case, smem_limit: int) -> int:
     return case.batch * of_batch
 
 
+@pytest.fixture(params=["sm80", "sm90"])
+def kernels(request: pytest.FixtureRequest) -> Emulator:
+    if request.param == "sm80":
+        return request.getfixturevalue("emulator")
+    return request.getfixturevalue("hopper")[BF16]
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("suite", ["train", "fp16", "layouts", "tuning"])
-def test_keys_stay_whole_where_tiles_fill_the_gpu(emulator, suite, gpu):
+def test_keys_stay_whole_where_tiles_fill_the_gpu(kernels, suite, gpu):
     for case in bench_cases.SUITES[suite]():
         window = {"window_right": 0} if case.causal else {}
         multiprocessors, smem_limit = GPUS[gpu]
         options = {"smem_limit": smem_limit, **window}
-        assert emulator.splits(*shape_of(case), multiprocessors, **options)[0] == 1, case.name
+        assert kernels.splits(*shape_of(case), multiprocessors, **options)[0] == 1, case.name
 
 
 @pytest.mark.parametrize("gpu, head_dim, most", [("H200", 64, 640), ("RTX 4090", 256, 512)])
@@ -206,10 +249,10 @@ def test_keys_stay_whole_until_parts_of_them_spare_a_quarter(emulator, gpu, head
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_decoding_fills_the_gpu(emulator, gpu):
+def test_decoding_fills_the_gpu(kernels, gpu):
     for case in bench_cases.SUITES["decode"]():
         multiprocessors, smem_limit = GPUS[gpu]
-        count, keys = emulator.splits(*shape_of(case), multiprocessors, smem_limit=smem_limit)
+        count, keys = kernels.splits(*shape_of(case), multiprocessors, smem_limit=smem_limit)
         assert (count - 1) * keys < case.kv_len <= count * keys, case.name
         blocks = tiles(case, smem_limit)
         if blocks < multiprocessors / 2:
@@ -218,30 +261,31 @@ def test_decoding_fills_the_gpu(emulator, gpu):
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("gpu", GPUS)
-def test_short_keys_stay_whole(emulator, gpu, head_dim):
+def test_short_keys_stay_whole(kernels, gpu, head_dim):
     multiprocessors, smem_limit = GPUS[gpu]
     for len_k in (1, 64, 300, 400):
         for len_q in (1, 7, 300):
             shape = 1, 8, 8, len_q, len_k, head_dim
-            assert emulator.splits(*shape, multiprocessors, smem_limit=smem_limit)[0] == 1
+            assert kernels.splits(*shape, multiprocessors, smem_limit=smem_limit)[0] == 1
 
 
-def test_rows_that_cost_more_to_combine_stay_whole(emulator):
+def test_rows_that_cost_more_to_combine_stay_whole(kernels):
     """The same tiles and keys, with one row and with all."""
-    assert emulator.splits(4, 12, 12, 1, 2048, 64)[0] > 1
-    assert emulator.splits(4, 12, 12, 128, 2048, 64)[0] == 1
+    len_k = 2048 if kernels.arch == 80 else 8192
+    assert kernels.splits(4, 12, 12, 1, len_k, 64)[0] > 1
+    assert kernels.splits(4, 12, 12, 128, len_k, 64)[0] == 1
 
 
 @pytest.mark.parametrize("len_k", [4095, 4097, 100_001, 2**30 - 1])
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_every_part_has_keys(emulator, head_dim, len_k):
+def test_every_part_has_keys(kernels, head_dim, len_k):
     for batch, heads in ((1, 1), (3, 5), (7, 8), (1, 200)):
-        count, keys = emulator.splits(batch, heads, heads, 1, len_k, head_dim)
+        count, keys = kernels.splits(batch, heads, heads, 1, len_k, head_dim)
         assert count <= 1024 and (count - 1) * keys < len_k <= count * keys
 
 
-def test_windows_stay_whole(emulator):
-    assert emulator.splits(1, 8, 8, 1, 100_000, 64)[0] > 1
-    assert emulator.splits(1, 8, 8, 1, 100_000, 64, window_right=0)[0] > 1
-    assert emulator.splits(1, 8, 8, 1, 100_000, 64, window_left=99_999)[0] > 1  # leaves none out
-    assert emulator.splits(1, 8, 8, 1, 100_000, 64, window_left=500)[0] == 1
+def test_windows_stay_whole(kernels):
+    assert kernels.splits(1, 8, 8, 1, 100_000, 64)[0] > 1
+    assert kernels.splits(1, 8, 8, 1, 100_000, 64, window_right=0)[0] > 1
+    assert kernels.splits(1, 8, 8, 1, 100_000, 64, window_left=99_999)[0] > 1  # leaves none out
+    assert kernels.splits(1, 8, 8, 1, 100_000, 64, window_left=500)[0] == 1

@@ -72,9 +72,9 @@ def shipped() -> list[str]:
 def compiled(dtype: str, head_dims: Sequence[int]) -> list[str]:
     """The SM90 kernels, of which the library has machine code alone."""
     targets = [
-        f"{build_library.BUILD}/fwd_sm90_hdim{head_dim}_{dtype}_{mask}.ptx"
+        f"{build_library.BUILD}/fwd_sm90_hdim{head_dim}_{dtype}_{kind}.ptx"
         for head_dim in head_dims
-        for mask in build_library.variants.MASKS
+        for kind in build_library.variants.SM90_KINDS
     ]
     try:
         build_library.find_tools()

@@ -82,10 +82,17 @@ def test_groups_of_heads(sm80, sm90, heads, len_q, is_causal):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("head_dim, heads, len_q", [(64, 2, 70), (40, 6, 3), (128, 8, 1)])
-def test_keys_in_parts(sm80, head_dim, heads, len_q, is_causal):
+def test_keys_in_parts(sm80, sm90, head_dim, heads, len_q, is_causal):
     inputs = random_inputs(2, heads, len_q, head_dim, heads_kv=2, len_k=333, dtype=BF16)
     for splits in (2, 5):
         check(sm80[BF16], *map(poisoned, inputs), is_causal, splits=splits)
+        check(sm90[BF16], *map(poisoned, inputs), is_causal, splits=splits, multiprocessors=2)
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 192, 256])
+def test_keys_in_parts_of_other_head_dims(sm90, head_dim):
+    inputs = random_inputs(1, 2, 70, head_dim, len_k=333, dtype=BF16)
+    check(sm90[BF16], *map(poisoned, inputs), True, splits=3, multiprocessors=2)
 
 
 def test_keys_in_parts_of_other_tiles(sm80):

@@ -66,7 +66,8 @@ class TileOrder {
   }
 
   CUTE_HOST_DEVICE int tiles() const { return tiles_; }
-  CUTE_HOST_DEVICE int batch() const { return batch_.divisor; }
+  // By the number of sequences.
+  CUTE_HOST_DEVICE const cutlass::FastDivmod& per_batch() const { return batch_; }
   CUTE_HOST_DEVICE int section_tiles() const { return section_tiles_.divisor; }
   CUTE_HOST_DEVICE int first_section_tiles() const { return first_section_.divisor * m_blocks_; }
 

@@ -39,7 +39,7 @@ class FwdProducer {
     const Tile tile = arguments_.schedule.tile(index, arguments_.query_rows.count(params.len_q));
     if (tile.row0 >= tile.row_end) return;
     const BlockRange blocks = Rings::blocks_of(arguments_, tile);
-    const int batch = Traits::kSplits ? tile.batch % params.batch : tile.batch;
+    const int batch = Traits::kSplits ? arguments_.schedule.sequence(tile) : tile.batch;
     // In the order in which the consumers need them: K, Q; the next K before V.
     load_keys(tile.head, batch, blocks.end - 1);
     CUTE_UNROLL

@@ -52,7 +52,7 @@ struct Rings {
   static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, Tile tile) {
     const FwdParams& params = arguments.params;
     return {params,
-            Traits::kSplits ? Sequence(params, tile.batch / params.batch) : Sequence(params),
+            Traits::kSplits ? Sequence(params, arguments.schedule.split(tile)) : Sequence(params),
             arguments.query_rows};
   }
 

@@ -142,6 +142,10 @@ class Schedule {
     return static_cast<unsigned>(index) < static_cast<unsigned>(count_);
   }
 
+  // Which part of the keys a tile has, and of which sequence.
+  CUTE_DEVICE int split(Tile tile) const { return order_.per_batch().div(tile.batch); }
+  CUTE_DEVICE int sequence(Tile tile) const { return order_.per_batch().rem(tile.batch); }
+
   // Of heads with so many rows. A part of a tile that lacks rows may have none.
   CUTE_DEVICE Tile tile(int index, int row_count) const {
     const bool is_part = index >= whole_;
@@ -153,7 +157,7 @@ class Schedule {
       row0 += part * part_rows_;
       row_end = cute::min(row_end, row0 + part_rows_);
     }
-    const int batch = tile.split * order_.batch() + tile.batch;
+    const int batch = tile.split * order_.per_batch().divisor + tile.batch;
     return {row0, cute::min(row_end, row_count), tile.head, batch};
   }
 
