@@ -59,7 +59,7 @@ def config_of(kernel: str) -> tuple[int, ...]:
 def is_for_parts(kernel: str) -> bool:
     """Whether keys are in parts, of which sm90 has kernels of their own: by the bool of FwdTraits
     in the mangled name."""
-    return re.search(r"FwdSm90ConfigE(?:L[ib]\d+E)+ELb1E", kernel) is not None
+    return re.search(r"FwdSm90ConfigE(?:L[ib]\d+E)+EELb1E", kernel) is not None
 
 
 def is_kernel_of(arch: str, function: str) -> bool:
