@@ -54,6 +54,7 @@ class Fault:
     edits: Sequence[tuple[str, str, str]]
     head_dim: int = 64
     arch: int = 80
+    kinds: Sequence[str] = ("banded",)  # of sm90's kernels, those that are built
 
     @property
     def library(self) -> Library:
@@ -64,7 +65,7 @@ class Fault:
             arch=self.arch,
             head_dims=(self.head_dim,),
             dtypes=("bf16",),
-            kinds=("banded", "splits") if self.arch == 90 else ("banded",),
+            kinds=self.kinds,
             combines=any(file == COMBINE for file, _, _ in self.edits),
         )
 
@@ -102,5 +103,6 @@ def of_sm90(
     new: str,
     *more: tuple[str, str, str],
     head_dim: int = 64,
+    kinds: Sequence[str] = ("banded",),
 ) -> Fault:
-    return Fault(f"sm90 {name}", caught_by, [(file, old, new), *more], head_dim, 90)
+    return Fault(f"sm90 {name}", caught_by, [(file, old, new), *more], head_dim, 90, kinds)

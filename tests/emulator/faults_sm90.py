@@ -30,7 +30,8 @@ def in_turns(value: str) -> tuple[str, str, str]:
 
 #: No faults, and nothing is to be caught: what the tile table may have as well.
 SM90_VARIANTS = [
-    Fault(f"sm90 in turns {value}", "^$", [in_turns(value)], arch=90) for value in ("true", "false")
+    Fault(f"sm90 in turns {value}", "^$", [in_turns(value)], arch=90, kinds=("banded", "splits"))
+    for value in ("true", "false")
 ]
 
 SM90_FAULTS = [

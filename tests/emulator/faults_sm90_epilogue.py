@@ -19,6 +19,8 @@ from faults import (
     of_sm90,
 )
 
+WITH_SPLITS = "banded", "splits"
+
 SM90_EPILOGUE_FAULTS = [
     of_sm90(
         "O not shown to the copy engine",
@@ -176,6 +178,7 @@ SM90_EPILOGUE_FAULTS = [
         SM90_RINGS,
         "Sequence(params, arguments.schedule.split(tile))",
         "Sequence(params, 0)",
+        kinds=WITH_SPLITS,
     ),
     of_sm90(
         "sequences not found among the parts",
@@ -183,6 +186,7 @@ SM90_EPILOGUE_FAULTS = [
         SM90_PRODUCER,
         "arguments_.schedule.sequence(tile)",
         "tile.batch",
+        kinds=WITH_SPLITS,
     ),
     of_sm90(
         "results of all parts in one place",
@@ -190,6 +194,7 @@ SM90_EPILOGUE_FAULTS = [
         SM90_SCHEDULE,
         "tile.split * order_.per_batch().divisor + tile.batch",
         "tile.batch",
+        kinds=WITH_SPLITS,
     ),
     of_sm90(
         "statistics of the other row of a part",
@@ -197,6 +202,7 @@ SM90_EPILOGUE_FAULTS = [
         SM90_EPILOGUE,
         "softmax.statistics(r)",
         "softmax.statistics(1 - r)",
+        kinds=WITH_SPLITS,
     ),
     of_sm90(
         "rows past the last of a part written",
@@ -204,5 +210,6 @@ SM90_EPILOGUE_FAULTS = [
         SM90_EPILOGUE,
         "if (!query_rows.exists(row, len_q)) continue;",
         "if (!query_rows.exists(row, len_q + 1)) continue;",
+        kinds=WITH_SPLITS,
     ),
 ]

@@ -79,7 +79,7 @@ def what_catches_sm90(emulator: Emulator, head_dim: int) -> str:
             (random_inputs, 1, 1, 50, 500, 3.0, causal),
             (random_inputs, 1, 1, 300, 500, None, window),
             (rising_inputs, 1, 1, 70, 300, 4.0, causal),
-            (random_inputs, 1, 1, 200, 200, None, {"multiprocessors": 5}),  # tiles in parts
+            (random_inputs, 1, 1, 200, 200, None, {**causal, "multiprocessors": 5}),  # in parts
             *([(random_inputs, 2, 1, 300, 500, None, causal)] * 12),
         ]
     ):
