@@ -199,7 +199,7 @@ SM90_FAULTS = [
     ),
     of_sm90(
         "rows of other parts of a tile",
-        f"{WRONG}|been written already",
+        f"{WRONG}|{UNWRITTEN}",
         SM90_MAINLOOP,
         "work.tile.row_end - work.row0;",
         "arguments_.query_rows.count(arguments_.params.len_q) - work.row0;",
