@@ -110,6 +110,7 @@ def memory(result: Result) -> str:
 
 RENDERERS: dict[str, Callable[[Result], str]] = {
     "train": speed,
+    "train_h100": speed,
     "small_smem": speed,
     "prefill": points,
     "decode": points,
