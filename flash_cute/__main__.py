@@ -75,10 +75,10 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
     ]
     tiles = ops.tiles_for(smem)
     if props.major == 9:
-        # These come before those of sm80. Of several for a head dim, queries decide (config.h).
+        # These come before those of sm80. Of several for a head dim, the call decides (config.h).
         tiles = [tile for tile in build["tiles"] if tile["arch"] == "sm90"] + tiles
     for tile in tiles:
-        mask = "" if tile["mask"] == "any" else f" ({tile['mask']})"
+        mask = {"any": "", "none": " (keys in parts)"}.get(tile["mask"], f" ({tile['mask']})")
         rows.append(
             (
                 f"D <= {tile['head_dim']}",

@@ -54,7 +54,7 @@ Shape = tuple[int, ...]
 class TileOfAnyArch(TypedDict):
     arch: str
     op: str
-    mask: str  #: full, banded or any: the calls that it serves
+    mask: str  #: full, banded, any or none: the calls that it serves with whole keys
     head_dim: int  #: serves head dims up to this one
     block_m: int  #: query rows of a tile
     block_n: int  #: keys of a tile
@@ -71,6 +71,7 @@ class Tile(TileOfAnyArch, total=False):
     # Of sm80 alone.
     column_warps: int  #: how many of the warps share their query rows
     # Of sm90 alone.
+    splits: int  #: 1 if it serves keys in parts, else 0
     q_stages: int  #: query tiles in shared memory
     producer_registers: int  #: what the warpgroup that loads keeps of a thread's registers
     consumer_registers: int  #: and what the others make of theirs

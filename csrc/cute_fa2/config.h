@@ -129,11 +129,10 @@ struct FwdSm90Config {
 
 struct FwdSm90Row {
   FwdSm90Config config;
-  bool full;           // serves MaskKind::kFull
-  bool banded;         // serves MaskKind::kBanded
-  int row_cost = 100;  // time of a query row, in per cent of that in the head dim's first tile
-  bool splits =
-      false;  // serves keys in parts (KeySplits), whatever the mask; one row of a head dim
+  bool full;            // serves MaskKind::kFull
+  bool banded;          // serves MaskKind::kBanded
+  int row_cost = 100;   // time of a query row, in per cent of that in the head dim's first tile
+  bool splits = false;  // serves keys in parts (KeySplits), of any mask; one row of a head dim
 
   constexpr bool serves(MaskKind mask) const { return mask == MaskKind::kFull ? full : banded; }
 };
@@ -210,8 +209,8 @@ struct DealtTiles {
   int parts;      // so many parts each, of
   int part_rows;  // so many rows, but for the last
 
-  // Without a mask the last round is cut; under one only tiles that are few, as the last ones of
-  // many are short.
+  // Without a mask the last round is cut; under one only tiles that are fewer than the places, as
+  // the last ones of many are short. (Where sections begin anew, Schedule cuts none.)
   static constexpr DealtTiles make(int block_m, MaskKind mask, bool is_triangle, int64_t tiles,
                                    int64_t places) {
     DealtTiles dealt{};
@@ -226,13 +225,13 @@ struct DealtTiles {
     return dealt;
   }
 
-  // What the busiest block takes for them, as whole tiles' rows by all keys. A triangle's longest
-  // tile has twice the keys of the mean, and short ones fill the gaps.
+  // What the busiest block takes for them, as rows of a whole tile by all keys. Of a triangle only
+  // the longest tile has all, the mean half of them, and short ones fill the gaps.
   constexpr double time(int block_m, bool is_triangle, int64_t places) const {
     const double of_part = 0.5 * (block_m + part_rows);
     if (is_triangle) {
       const double all = whole * block_m + cut * parts * of_part;
-      return std::max(2 * (cut > 0 ? of_part : block_m), all / places);
+      return std::max(cut > 0 ? of_part : block_m, all / places / 2);
     }
     const int64_t rounds = (whole + places - 1) / places;
     return rounds * block_m + (cut > 0 ? of_part : 0);

@@ -140,9 +140,17 @@ void launch_sm80(const FwdParams& whole, DType dtype, MaskKind mask, const Choic
   });
 }
 
+constexpr bool every_head_dim_splits_in_sm90() {
+  for (int built : kBuiltHeadDims) {
+    if (select_splits_sm90(built) < 0) return false;
+  }
+  return true;
+}
+
 void launch_sm90(const FwdParams& whole, DType dtype, MaskKind mask, const Choices& choices,
                  int device, cudaStream_t stream, const Allocate& allocate) {
   const int row = select_row_sm90(whole, mask, device);
+  static_assert(every_head_dim_splits_in_sm90());
   const int splitting_row = select_splits_sm90(built_for(whole.head_dim));
   const int multiprocessors = multiprocessors_of(device);
   const KeySplits splits = choose_splits(

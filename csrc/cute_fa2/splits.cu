@@ -103,11 +103,10 @@ SplittingTiles SplittingTiles::of_sm90(const FwdParams& params, MaskKind mask,
   const int block_m = row.config.block_m(), whole_m = whole.config.block_m();
   const int64_t whole_tiles = tiles_of(params, whole_m, most);
   const QueryRows query_rows = QueryRows::make(params, block_m, most);
-  // Whole keys take so many rows' time, on the busiest multiprocessor. A triangle's tiles have half
-  // of the keys, in the mean. In decoding one consumer has all rows, and is faster alone.
+  // Whole keys take so many rows' time, on the busiest multiprocessor. In decoding one consumer has
+  // all rows, and is faster alone.
   double rows = DealtTiles::make(whole_m, mask, is_triangle, whole_tiles, multiprocessors)
-                    .time(whole_m, is_triangle, multiprocessors) *
-                (is_triangle ? 0.5 : 1);
+                    .time(whole_m, is_triangle, multiprocessors);
   double of_key = 1;
   if (query_rows.count(params.len_q) <= kConsumerRows) {
     const auto of_one_consumer = [](int rows) { return 0.5 * (rows + kConsumerRows); };

@@ -20,7 +20,7 @@ int64_t tiles_of(const FwdParams& params, int block_m, int64_t most = kMaxLength
 // the costs are guesses by a model of the GPU, of sm90 such as choose well on an H100;
 // bench/results/decode.json has what they choose beside other numbers of parts.
 struct SplittingTiles {
-  int64_t count;          // if the keys stay whole
+  int64_t count;          // for each part of the keys
   int block_n;            // keys of a block
   int blocks_per_sm;      // thread blocks on a multiprocessor; of sm90 tiles at a time
   double of_key;          // what a key takes, by a tile's rows

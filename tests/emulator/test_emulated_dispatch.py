@@ -49,9 +49,10 @@ def test_hopper_splits_keys(default, sm90):
     q, k, v = random_inputs(1, 2, 1, 64, heads_kv=1, len_k=5000, dtype=torch.bfloat16)
     (out, lse, chosen), (named, _, _) = (e.forward(q, k, v, SCALE) for e in (default, sm90))
     assert torch.equal(out, named) and chosen.box_bytes > 0
-    _, whole_lse, whole = default.forward(q, k, v, SCALE, splits=1)
+    whole_out, whole_lse, whole = default.forward(q, k, v, SCALE, splits=1)
     assert chosen.block_barriers > 10 > whole.block_barriers
     torch.testing.assert_close(lse, whole_lse)
+    torch.testing.assert_close(out, whole_out)
     asked = default.forward(*inputs(200), SCALE, splits=2)[2]
     assert asked.block_barriers > default.forward(*inputs(200), SCALE)[2].block_barriers
     # Three tiles for five multiprocessors: parts would not spare a quarter.
@@ -121,6 +122,8 @@ def test_enormous_strides_go_to_sm80(default, sm90, monkeypatch):
 def test_what_the_driver_refuses_goes_to_sm80(default, sm90):
     with pytest.raises(EmulationError, match=TO_SM80):
         default.forward(*inputs(), SCALE, refuses_tensor_maps=True)
+    with pytest.raises(EmulationError, match=TO_SM80):
+        default.forward(*inputs(200), SCALE, refuses_tensor_maps=True, splits=2)
     with pytest.raises(EmulationError, match=r"arch is 'sm90', but .*driver refused a tensor map"):
         sm90.forward(*inputs(), SCALE, refuses_tensor_maps=True)
 

@@ -235,14 +235,25 @@ def test_keys_stay_whole_where_tiles_fill_the_gpu(kernels, suite, gpu):
         assert kernels.splits(*shape_of(case), multiprocessors, **options)[0] == 1, case.name
 
 
-@pytest.mark.parametrize("gpu, head_dim, most", [("H200", 64, 640), ("RTX 4090", 256, 512)])
-def test_keys_stay_whole_until_parts_of_them_spare_a_quarter(emulator, gpu, head_dim, most):
+@pytest.mark.parametrize(
+    "arch, gpu, head_dim, most",
+    [
+        (80, "H200", 64, 640),
+        (80, "RTX 4090", 256, 512),
+        (90, "H200", 64, 1536),
+        (90, "H200", 256, 448),
+    ],
+)
+def test_keys_stay_whole_until_parts_of_them_spare_a_quarter(
+    emulator, hopper, arch, gpu, head_dim, most
+):
     """A part of few keys saves little: what a part costs is that of its blocks, filled or not."""
+    kernels = emulator if arch == 80 else hopper[BF16]
     multiprocessors, smem_limit = GPUS[gpu]
 
     def parts(len_k):
         shape = (1, 8, 8, 1, len_k, head_dim)
-        return emulator.splits(*shape, multiprocessors, smem_limit=smem_limit)[0]
+        return kernels.splits(*shape, multiprocessors, smem_limit=smem_limit)[0]
 
     assert [parts(n) for n in (most - 60, most - 1, most)] == [1, 1, 1]
     assert parts(most + 1) > 1
@@ -282,6 +293,14 @@ def test_every_part_has_keys(kernels, head_dim, len_k):
     for batch, heads in ((1, 1), (3, 5), (7, 8), (1, 200)):
         count, keys = kernels.splits(batch, heads, heads, 1, len_k, head_dim)
         assert count <= 1024 and (count - 1) * keys < len_k <= count * keys
+
+
+@pytest.mark.parametrize("head_dim, most", [(128, 35.2e6), (256, 70e6)])
+def test_memory_of_the_parts(kernels, head_dim, most):
+    """On an H200, what README.md says."""
+    for heads, len_q, len_k in [(1, 1, 2**20), (1, 128, 2**20), (4, 512, 2**20), (16, 128, 2**17)]:
+        count, _ = kernels.splits(1, heads, heads, len_q, len_k, head_dim)
+        assert count * heads * len_q * (4 * head_dim + 8) <= most
 
 
 def test_windows_stay_whole(kernels):

@@ -131,7 +131,7 @@ def test_more_queries_than_keys(kernels, head_dim):
 @BOTH_MASKS
 @pytest.mark.parametrize("l2_mb", [0, 50])
 @pytest.mark.parametrize("len_q, len_k", [(1, 4096), (300, 4096), (256, 16384), (4000, 100)])
-def test_each_tile_has_one_block(kernels, len_q, len_k, l2_mb, is_causal):
+def test_each_row_has_one_block(kernels, len_q, len_k, l2_mb, is_causal):
     for multiprocessors in (1, 7, 132):
         dealt = kernels.deal(
             3,

@@ -36,7 +36,7 @@ void launch(const FwdParams& params, DType dtype, MaskKind mask, int device, cud
       map_queries(params.q, Traits::kConsumerRows),
       map_keys(params.k),
       map_keys(params.v),
-      map_queries(params.out, Traits::kWarpRows),
+      map_queries(params.out, Traits::kWarpRows),  // of keys in parts not used
       params,
       query_rows,
       Schedule::make(params, query_rows, mask, Traits::kBlockM, multiprocessors_of(device),
