@@ -58,7 +58,8 @@ def emulators(arch: str) -> dict[torch.dtype, PtxEmulator]:
         DTYPES[name]: PtxEmulator(
             build_library.ROOT / library.path,
             library.arch,
-            shipped() if arch == "sm80" else compiled(name, library.head_dims),
+            # What combines parts of the keys is among those of sm80.
+            [*shipped(), *(compiled(name, library.head_dims) if arch == "sm90" else [])],
         )
         for name, library in LIBRARIES[arch].items()
     }
