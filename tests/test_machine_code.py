@@ -39,7 +39,7 @@ INSTRUCTIONS = {
 
 
 def config_of_row(row: dict[str, Any]) -> tuple[int, ...]:
-    """The integers of FwdConfig and FwdSm90Config in csrc/cute_fa2/config.h, in their order."""
+    """The integers of FwdConfigSm80 and FwdConfigSm90 in csrc/cute_fa2/config.h, in their order."""
     if row["arch"] == "sm80":
         row_warps = row["warps"] // row["column_warps"]
         names = ("head_dim", "block_m", "block_n", "column_warps")
@@ -51,7 +51,7 @@ def config_of_row(row: dict[str, Any]) -> tuple[int, ...]:
 
 def config_of(kernel: str) -> tuple[int, ...]:
     """The tile of a kernel, by the configuration in its mangled name."""
-    found = re.search(r"Fwd(?:Sm90)?ConfigE((?:L[ib]\d+E)+)", kernel)
+    found = re.search(r"FwdConfigSm[89]0E((?:L[ib]\d+E)+)", kernel)
     assert found, kernel
     return tuple(int(number) for number in re.findall(r"Li(\d+)", found[1]))
 
@@ -59,7 +59,7 @@ def config_of(kernel: str) -> tuple[int, ...]:
 def is_for_parts(kernel: str) -> bool:
     """Whether keys are in parts, of which sm90 has kernels of their own: by the bool of FwdTraits
     in the mangled name."""
-    return re.search(r"FwdSm90ConfigE(?:L[ib]\d+E)+EELb1E", kernel) is not None
+    return re.search(r"FwdConfigSm90E(?:L[ib]\d+E)+EELb1E", kernel) is not None
 
 
 def is_kernel_of(arch: str, function: str) -> bool:
@@ -289,8 +289,8 @@ def test_exponentials_stand_among_products(code: str) -> None:
 
 
 def has_scores_ahead(kernel: str) -> bool:
-    """By the bool of FwdConfig in its mangled name."""
-    found = re.search(r"9FwdConfigE(?:Li\d+E)+Lb([01])E", kernel)
+    """By the bool of FwdConfigSm80 in its mangled name."""
+    found = re.search(r"FwdConfigSm80E(?:Li\d+E)+Lb([01])E", kernel)
     assert found, kernel
     return found[1] == "1"
 

@@ -32,7 +32,7 @@ def tiles_for(limit: int) -> list[dict[str, Any]]:
 
 def fits(row: dict[str, Any], limit: int) -> bool:
     """A multiprocessor has 1 KB more than it lends to a block, and keeps 1 KB of each block."""
-    return bool(row["blocks_per_sm"] * (row["smem_bytes"] + KB) <= limit + KB)
+    return bool(row["ctas_per_sm"] * (row["smem_bytes"] + KB) <= limit + KB)
 
 
 def test_every_built_head_dim_has_rows() -> None:
@@ -72,7 +72,7 @@ def test_row(row: dict[str, Any]) -> None:
     assert row["head_dim"] % 32 == 0
     assert 1 <= row["warps"] <= 32
     # The registers of all the threads that are to be resident come out of one file of 65536.
-    threads = 32 * row["warps"] * row["blocks_per_sm"]
+    threads = 32 * row["warps"] * row["ctas_per_sm"]
     assert 0 < row["max_registers"] <= 255
     assert row["max_registers"] * threads <= 65536
 
@@ -87,7 +87,7 @@ def test_sm90_row(row: dict[str, Any]) -> None:
     strip_bytes = 2 * m * strip_columns
     strips, rest = divmod(row["smem_bytes"] - 2 * elements - KB, strip_bytes)
     assert rest == 0 and 1 <= strips <= head_dim // strip_columns
-    assert row["blocks_per_sm"] == 1 and fits(row, LIMITS["227 KB"])
+    assert row["ctas_per_sm"] == 1 and fits(row, LIMITS["227 KB"])
     one_more = {**row, "smem_bytes": row["smem_bytes"] + strip_bytes}
     assert strips == head_dim // strip_columns or not fits(one_more, LIMITS["227 KB"])
     # A warpgroup has 4 warps and 64 rows; one more loads. A product is up to 256 keys wide, and a

@@ -13,18 +13,18 @@ namespace flash_cute {
 
 // One tile of the forward: `block_m` query rows stay with a thread block while it walks over the
 // keys, `block_n` at a time. A structural type, so that it is itself a template argument.
-struct FwdConfig {
+struct FwdConfigSm80 {
   int head_dim;   // bucket: serves head dims up to this one
   int block_m;    // query rows of a tile
   int block_n;    // keys of a tile
   int row_warps;  // along the query rows; each works on block_m / row_warps of them
   // S of the next key block is computed while this one's softmax is done, from Q in registers;
   // takes two key blocks in shared memory.
-  bool scores_ahead;
+  bool pipelined_qk;
   int column_warps = 1;  // that share rows: each computes a part of the columns of S, and of O
 
   constexpr int threads() const { return row_warps * column_warps * 32; }
-  constexpr int stages() const { return scores_ahead ? 2 : 1; }  // key blocks in shared memory
+  constexpr int stages() const { return pipelined_qk ? 2 : 1; }  // key blocks in shared memory
   // Q, K and V tiles of 2-byte elements; O goes through Q's space. Of shared rows also P, and a
   // word for each row from each warp that has it.
   constexpr int smem_bytes() const {
@@ -33,19 +33,19 @@ struct FwdConfig {
   }
 };
 
-struct FwdRow {
-  FwdConfig config;
-  int blocks_per_sm;  // thread blocks that must fit a multiprocessor together for the row to be
-                      // chosen
+struct TileEntrySm80 {
+  FwdConfigSm80 config;
+  int ctas_per_sm;  // thread blocks that must fit a multiprocessor together for the row to be
+                    // chosen
 
   // `smem_limit` is what the device lends to one block; a multiprocessor has 1 KB more, and keeps 1
   // KB of each block for itself.
   constexpr bool fits(int smem_limit) const {
-    return blocks_per_sm * (config.smem_bytes() + 1024) <= smem_limit + 1024;
+    return ctas_per_sm * (config.smem_bytes() + 1024) <= smem_limit + 1024;
   }
   // What the register file (65,536 on every chip served) leaves to a thread.
   constexpr int max_registers() const {
-    const int registers = 65536 / (blocks_per_sm * config.threads()) / 8 * 8;
+    const int registers = 65536 / (ctas_per_sm * config.threads()) / 8 * 8;
     return registers < 255 ? registers : 255;
   }
 };
@@ -62,8 +62,8 @@ struct FwdRow {
 // lists, when the first rows of head dims 64, 96 and 128 had 1.03, 0.97 and 1.06. (Two key blocks
 // without scores ahead, their barriers fewer by one a step, is a form that the main loop no longer
 // has.)
-inline constexpr FwdRow kFwdSm80[] = {
-    // head_dim, block_m, block_n, row_warps, scores_ahead (, column_warps), blocks_per_sm
+inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
+    // head_dim, block_m, block_n, row_warps, pipelined_qk (, column_warps), ctas_per_sm
     {{32, 128, 128, 4, true}, 2},      // 4: 1.30. 64, 2: 1.05 where 128, 2 was 1.13
     {{64, 128, 64, 4, true}, 2},       // 12: 1.21. 64, 1: 1.00; 80, 2: 1.01; 96, 2: 1.02
     {{96, 128, 64, 4, false}, 2},      // 4: 1.12. 64, 2: 0.93
@@ -79,7 +79,7 @@ inline constexpr FwdRow kFwdSm80[] = {
 // The index of the row that serves `head_dim` (a bucket) within `smem_limit` bytes, or -1.
 constexpr int select_fwd_sm80(int head_dim, int smem_limit) {
   int index = 0;
-  for (const FwdRow& row : kFwdSm80) {
+  for (const TileEntrySm80& row : kFwdTilesSm80) {
     if (row.config.head_dim == head_dim && row.fits(smem_limit)) return index;
     ++index;
   }
@@ -88,14 +88,14 @@ constexpr int select_fwd_sm80(int head_dim, int smem_limit) {
 
 // One tile of the Hopper forward: `consumers` warpgroups of 128 threads hold kConsumerRows query
 // rows each; a producer warpgroup beside them loads.
-struct FwdSm90Config {
+struct FwdConfigSm90 {
   int head_dim;   // bucket: serves head dims up to this one
   int consumers;  // warpgroups that compute
   int block_n;    // keys of a tile
   int stages;     // key blocks in shared memory
   int q_stages;  // query tiles in shared memory: with 2, the next one comes before this one is done
-  bool in_turns;  // consumers issue the products of a step one after the other, so that one's
-                  // softmax meets another's products
+  bool ping_pong;  // consumers issue the products of a step one after the other, so that one's
+                   // softmax meets another's products
 
   static constexpr int kConsumerRows = 64;  // of a consumer: what a product of a warpgroup has
 
@@ -127,12 +127,12 @@ struct FwdSm90Config {
   }
 };
 
-struct FwdSm90Row {
-  FwdSm90Config config;
+struct TileEntrySm90 {
+  FwdConfigSm90 config;
   bool full;            // serves MaskKind::kFull
   bool banded;          // serves MaskKind::kBanded
   int row_cost = 100;   // time of a query row, in per cent of that in the head dim's first tile
-  bool splits = false;  // serves keys in parts (KeySplits), of any mask; one row of a head dim
+  bool splits = false;  // serves keys in parts (SplitKV), of any mask; one row of a head dim
 
   constexpr bool serves(MaskKind mask) const { return mask == MaskKind::kFull ? full : banded; }
 };
@@ -140,11 +140,11 @@ struct FwdSm90Row {
 // Beside a head dim: its speed on an H200 as a multiple of cuDNN's (PyTorch's SDPA, same run; bf16,
 // B x N = 16384): of N 512 full, N 512 causal, N 4096 full, N 4096 causal, as it was when the row
 // was chosen; bench/results/tuning.json has the speed as it is. Then what else was tried, as
-// consumers, block_n, stages, turns ("products": in_turns; "none"; "softmax": at the exponentials,
+// consumers, block_n, stages, turns ("products": ping_pong; "none"; "softmax": at the exponentials,
 // which the main loop no longer has), from other runs, of which there is no file. "O from
 // registers" is how an epilogue before this one stored it: up to 6% slower at N 512 (csrc README).
-inline constexpr FwdSm90Row kFwdSm90[] = {
-    // head_dim, consumers, block_n, stages, q_stages, in_turns, full, banded, row_cost, splits
+inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
+    // head_dim, consumers, block_n, stages, q_stages, ping_pong, full, banded, row_cost, splits
     // 1.46 1.35 1.44 1.43. 3, 128, 3, products: 1.27 1.07 1.44 1.37. 4 x 96 and 4 x 128 spill
     {{32, 4, 64, 4, 2, false}, true, true},
     // For parts of the keys, of which tiles with few rows are enough. Not timed beside others.
@@ -196,14 +196,14 @@ inline constexpr FwdSm90Row kFwdSm90[] = {
 // How many rows a query may be in the SM90 kernels, where heads share K and V: a consumer's rows
 // are one box of the copy engine, in which an expanded dimension cannot be.
 inline int most_rows_of_query_sm90(const FwdParams& params) {
-  return params.q.stride_head != 0 ? FwdSm90Config::kConsumerRows : 1;
+  return params.q.stride_head != 0 ? FwdConfigSm90::kConsumerRows : 1;
 }
 
 // How a call's tiles are dealt out to `places` thread blocks: whole ones first, and where those
 // behind them are too few for all blocks, in parts, each with the rows of some of the consumers.
 // Each part's block reads all of the tile's keys, but takes about the mean of the time of the whole
 // tile and the part's share of it. README.md, Tiles of a block, has what was measured.
-struct DealtTiles {
+struct TailSplit {
   int64_t whole;
   int64_t cut;    // tiles that are dealt out in
   int parts;      // so many parts each, of
@@ -211,15 +211,15 @@ struct DealtTiles {
 
   // Without a mask the last round is cut; under one only tiles that are fewer than the places, as
   // the last ones of many are short. (Where sections begin anew, Schedule cuts none.)
-  static constexpr DealtTiles make(int block_m, MaskKind mask, bool is_triangle, int64_t tiles,
-                                   int64_t places) {
-    DealtTiles dealt{};
+  static constexpr TailSplit make(int block_m, MaskKind mask, bool is_triangle, int64_t tiles,
+                                  int64_t places) {
+    TailSplit dealt{};
     dealt.cut = mask == MaskKind::kFull || tiles < places ? tiles % places : 0;
     dealt.whole = tiles - dealt.cut;
     // As small as leaves a place for each. Of a triangle two parts of a tile may need a second
     // round, as who has a long one there has a short one, too.
     do {
-      dealt.part_rows += FwdSm90Config::kConsumerRows;
+      dealt.part_rows += FwdConfigSm90::kConsumerRows;
       dealt.parts = (block_m - 1) / dealt.part_rows + 1;
     } while (dealt.parts > (is_triangle ? 2 : 1) && dealt.parts * dealt.cut > places);
     return dealt;
@@ -241,7 +241,7 @@ struct DealtTiles {
 // The index of the row that serves keys in parts of heads of `head_dim` (a bucket), or -1.
 constexpr int select_splits_sm90(int head_dim) {
   int index = 0;
-  for (const FwdSm90Row& row : kFwdSm90) {
+  for (const TileEntrySm90& row : kFwdTilesSm90) {
     if (row.config.head_dim == head_dim && row.splits) return index;
     ++index;
   }
@@ -258,11 +258,11 @@ constexpr int select_fwd_sm90(int head_dim, MaskKind mask, bool is_triangle, int
                               int multiprocessors, const TilesOf& tiles_of) {
   int index = 0, best = -1;
   double least = std::numeric_limits<double>::infinity();
-  for (const FwdSm90Row& row : kFwdSm90) {
+  for (const TileEntrySm90& row : kFwdTilesSm90) {
     if (row.config.head_dim == head_dim && row.serves(mask)) {
       const int block_m = row.config.block_m(), block_n = row.config.block_n;
       const double rows =
-          DealtTiles::make(block_m, mask, is_triangle, tiles_of(block_m), multiprocessors)
+          TailSplit::make(block_m, mask, is_triangle, tiles_of(block_m), multiprocessors)
               .time(block_m, is_triangle, multiprocessors);
       const int64_t keys = (int64_t{len_k} + block_n - 1) / block_n * block_n;
       const double time = row.row_cost * rows * keys;

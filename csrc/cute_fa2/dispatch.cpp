@@ -67,7 +67,7 @@ std::string why_sm90_cannot_read(const FwdParams& params) {
   return reason;
 }
 
-// The SM90 tile for a call, as a row of kFwdSm90, or -1.
+// The SM90 tile for a call, as a row of kFwdTilesSm90, or -1.
 int select_row_sm90(const FwdParams& params, MaskKind mask, int device) {
   return select_fwd_sm90(
       built_for(params.head_dim), mask, mask == MaskKind::kBanded && params.is_triangle(),
@@ -99,7 +99,7 @@ void with_constants(const FwdParams& params, DType dtype, MaskKind mask, F&& f) 
   });
 }
 
-// The SM80 tile for a call, as a row of kFwdSm80.
+// The SM80 tile for a call, as a row of kFwdTilesSm80.
 int select_row_sm80(const FwdParams& params, const Choices& choices, int device) {
   const int64_t lent = smem_limit_of(device);
   const int64_t limit = choices.smem_limit > 0 ? std::min(choices.smem_limit, lent) : lent;
@@ -117,21 +117,21 @@ int select_row_sm80(const FwdParams& params, const Choices& choices, int device)
 // Launches the kernels for a call whose keys are split so: what `launch` does with the parameters,
 // and what combines the parts.
 template <class Launch>
-void launch_splits(const FwdParams& whole, DType dtype, KeySplits splits, int device,
+void launch_splits(const FwdParams& whole, DType dtype, SplitKV splits, int device,
                    cudaStream_t stream, const Allocate& allocate, Launch&& launch) {
   FwdParams params = whole;
   params.splits = splits;
   if (splits.count > 1) place_splits(params, allocate(bytes_of_splits(params)));
   launch(params);
-  if (splits.count > 1) combine_splits(params, dtype, device, stream);
+  if (splits.count > 1) launch_combine(params, dtype, device, stream);
 }
 
 void launch_sm80(const FwdParams& whole, DType dtype, MaskKind mask, const Choices& choices,
                  int device, cudaStream_t stream, const Allocate& allocate) {
   const int row = select_row_sm80(whole, choices, device);
   const int multiprocessors = multiprocessors_of(device);
-  const KeySplits splits =
-      choose_splits(whole, SplittingTiles::of_sm80(whole, kFwdSm80[row], multiprocessors),
+  const SplitKV splits =
+      choose_splits(whole, SplitCost::of_sm80(whole, kFwdTilesSm80[row], multiprocessors),
                     multiprocessors, choices.splits);
   launch_splits(whole, dtype, splits, device, stream, allocate, [&](const FwdParams& params) {
     with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
@@ -153,10 +153,10 @@ void launch_sm90(const FwdParams& whole, DType dtype, MaskKind mask, const Choic
   static_assert(every_head_dim_splits_in_sm90());
   const int splitting_row = select_splits_sm90(built_for(whole.head_dim));
   const int multiprocessors = multiprocessors_of(device);
-  const KeySplits splits = choose_splits(
-      whole,
-      SplittingTiles::of_sm90(whole, mask, kFwdSm90[splitting_row], kFwdSm90[row], multiprocessors),
-      multiprocessors, choices.splits);
+  const SplitKV splits = choose_splits(whole,
+                                       SplitCost::of_sm90(whole, mask, kFwdTilesSm90[splitting_row],
+                                                          kFwdTilesSm90[row], multiprocessors),
+                                       multiprocessors, choices.splits);
   launch_splits(whole, dtype, splits, device, stream, allocate, [&](const FwdParams& params) {
     with_constants(params, dtype, mask, [&](auto head_dim, auto dtype, auto mask) {
       if constexpr (kSm90IsBuilt) {
@@ -187,8 +187,8 @@ class JsonObject {
   std::string fields_;
 };
 
-std::string row_as_json(const FwdRow& row) {
-  const FwdConfig& config = row.config;
+std::string row_as_json(const TileEntrySm80& row) {
+  const FwdConfigSm80& config = row.config;
   return JsonObject()
       .add("arch", "sm80")
       .add("op", "fwd")
@@ -200,13 +200,13 @@ std::string row_as_json(const FwdRow& row) {
       .add("column_warps", config.column_warps)
       .add("smem_bytes", config.smem_bytes())
       .add("stages", config.stages())
-      .add("blocks_per_sm", row.blocks_per_sm)
+      .add("ctas_per_sm", row.ctas_per_sm)
       .add("max_registers", row.max_registers())
       .str();
 }
 
-std::string row_as_json(const FwdSm90Row& row) {
-  const FwdSm90Config& config = row.config;
+std::string row_as_json(const TileEntrySm90& row) {
+  const FwdConfigSm90& config = row.config;
   return JsonObject()
       .add("arch", "sm90")
       .add("op", "fwd")
@@ -220,7 +220,7 @@ std::string row_as_json(const FwdSm90Row& row) {
       .add("warps", config.threads() / 32)
       .add("smem_bytes", config.smem_bytes())
       .add("stages", config.stages)
-      .add("blocks_per_sm", 1)
+      .add("ctas_per_sm", 1)
       .add("max_registers", config.launch_registers())
       .add("splits", row.splits)
       .add("q_stages", config.q_stages)
@@ -270,10 +270,10 @@ std::string build_info() {
     begin = end + 1;
   }
   for (int head_dim : kBuiltHeadDims) append(head_dims, std::to_string(head_dim));
-  for (const FwdRow& row : kFwdSm80) {
+  for (const TileEntrySm80& row : kFwdTilesSm80) {
     if (is_built(row.config.head_dim)) append(tiles, row_as_json(row));
   }
-  for (const FwdSm90Row& row : kFwdSm90) {
+  for (const TileEntrySm90& row : kFwdTilesSm90) {
     if (kSm90IsBuilt && is_built(row.config.head_dim)) append(tiles, row_as_json(row));
   }
   return "{\"cuda_runtime\": " + std::to_string(CUDART_VERSION) +
@@ -290,7 +290,7 @@ std::string tiles_for(int64_t smem_limit) {
   for (int head_dim : kBuiltHeadDims) {
     const int index =
         select_fwd_sm80(head_dim, static_cast<int>(std::min<int64_t>(smem_limit, INT32_MAX)));
-    if (index >= 0) append(tiles, row_as_json(kFwdSm80[index]));
+    if (index >= 0) append(tiles, row_as_json(kFwdTilesSm80[index]));
   }
   return in_brackets(tiles);
 }

@@ -15,7 +15,7 @@ constexpr int64_t kMaxLength = int64_t{1} << 30;
 enum class DType { kHalf, kBFloat16 };
 
 // Which keys a query may see. Every mask is an interval of keys per query row (common/mask.h); that
-// of `kFull` has all keys, or those of a part of them (KeySplits), and needs no test but at its
+// of `kFull` has all keys, or those of a part of them (SplitKV), and needs no test but at its
 // end.
 enum class MaskKind { kFull, kBanded };
 
@@ -30,7 +30,7 @@ struct TensorView {
 };
 
 // What the softmax knows of a row once its keys are through (common/online_softmax.h).
-struct alignas(8) RowStatistics {
+struct alignas(8) RowStats {
   float limit;
   float sum;
 };
@@ -38,14 +38,14 @@ struct alignas(8) RowStatistics {
 // Keys in parts of equal length, but for the last, each of which thread blocks of its own work on:
 // so that all of the GPU has work where there are few tiles, as in decoding (splits.h). What comes
 // of the parts is combined afterwards. By default the keys are one part, and no results stand here.
-struct KeySplits {
+struct SplitKV {
   static constexpr int kMost = 1024;
   int count = 1;
   int keys = kMaxLength;  // of a part; whole blocks of the tile
   // Of each part: the output in fp32, as (count * batch, heads_q, len_q, head_dim), with part i of
-  // batch b at i * batch + b, and (count * batch, heads_q, len_q, 1) statistics.
+  // batch b at i * batch + b, and (count * batch, heads_q, len_q, 1) stats.
   TensorView<float*> out{};
-  TensorView<RowStatistics*> rows{};
+  TensorView<RowStats*> rows{};
 };
 
 struct FwdParams {
@@ -54,11 +54,11 @@ struct FwdParams {
   TensorView<const void*> v;  // as k
   TensorView<void*> out;      // as q
   TensorView<float*> lse;     // (batch, heads_q, len_q, 1), natural logarithm
-  KeySplits splits;
+  SplitKV splits;
 
   int batch;
   int heads_q;
-  int heads_per_kv_head;
+  int group_size;
   int len_q;
   int len_k;
   int head_dim;  // a multiple of 8, at most the head dim of the tile
@@ -76,7 +76,7 @@ struct FwdParams {
   float slack;              // by how much a score may exceed the maximum before the running softmax
                             // follows it: kSlackLog2 / scale_log2, but 0 with subtract_max_first
 
-  int heads_kv() const { return heads_q / heads_per_kv_head; }
+  int heads_kv() const { return heads_q / group_size; }
   // Of MaskKind::kBanded, whether rows have a first key as well as a last.
   bool is_window() const { return band_begin > 1 - len_q; }
   // Of MaskKind::kBanded, whether the keys that rows see are about a triangle: causal, with about

@@ -19,10 +19,10 @@ int64_t tiles_of(const FwdParams& params, int block_m, int64_t most = kMaxLength
 // multiprocessor full of thread blocks needs for a key of each, with all rows of a tile. Of sm80
 // the costs are guesses by a model of the GPU, of sm90 such as choose well on an H100;
 // bench/results/decode.json has what they choose beside other numbers of parts.
-struct SplittingTiles {
+struct SplitCost {
   int64_t count;          // for each part of the keys
   int block_n;            // keys of a block
-  int blocks_per_sm;      // thread blocks on a multiprocessor; of sm90 tiles at a time
+  int ctas_per_sm;        // thread blocks on a multiprocessor; of sm90 tiles at a time
   double of_key;          // what a key takes, by a tile's rows
   double of_tile;         // and a tile beside its keys, as keys
   double of_combining;    // what it takes to combine parts: at all,
@@ -30,22 +30,22 @@ struct SplittingTiles {
   double of_row_of_part;  // and for each of its parts
   double whole_rounds;    // of tiles on the busiest multiprocessor, if the keys stay whole
 
-  static SplittingTiles of_sm80(const FwdParams& params, const FwdRow& row, int multiprocessors);
+  static SplitCost of_sm80(const FwdParams& params, const TileEntrySm80& row, int multiprocessors);
   // `row` has the tiles for parts, `whole` those for whole keys.
-  static SplittingTiles of_sm90(const FwdParams& params, MaskKind mask, const FwdSm90Row& row,
-                                const FwdSm90Row& whole, int multiprocessors);
+  static SplitCost of_sm90(const FwdParams& params, MaskKind mask, const TileEntrySm90& row,
+                           const TileEntrySm90& whole, int multiprocessors);
 };
 
 // How they best split the keys on a device of so many multiprocessors; `asked`: into at most how
 // many parts instead, or 0. Where to put what comes of the parts is left open.
-KeySplits choose_splits(const FwdParams& params, const SplittingTiles& tiles, int multiprocessors,
-                        int64_t asked);
+SplitKV choose_splits(const FwdParams& params, const SplitCost& tiles, int multiprocessors,
+                      int64_t asked);
 
 // How many bytes that takes, and where it is to be: 16-byte aligned memory of the device.
 int64_t bytes_of_splits(const FwdParams& params);
 void place_splits(FwdParams& params, void* memory);
 
 // Launches the kernel that makes `out` and `lse` of what has come of the parts.
-void combine_splits(const FwdParams& params, DType dtype, int device, cudaStream_t stream);
+void launch_combine(const FwdParams& params, DType dtype, int device, cudaStream_t stream);
 
 }  // namespace flash_cute

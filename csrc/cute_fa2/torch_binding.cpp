@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
                 lse_strides[2]};
   params.batch = static_cast<int>(batch);
   params.heads_q = static_cast<int>(heads_q);
-  params.heads_per_kv_head = static_cast<int>(heads_q / gk.sizes[1]);
+  params.group_size = static_cast<int>(heads_q / gk.sizes[1]);
   params.len_q = static_cast<int>(len_q);
   params.len_k = static_cast<int>(gk.sizes[2]);
   params.head_dim = static_cast<int>((gq.sizes[3] + 7) / 8 * 8);

@@ -32,7 +32,7 @@ EMULATED bool is_first_lane() { return emulator::thread_index() % 32 == 0; }
 
 EMULATED void sync_warp() { emulator::sync_warp(); }
 
-EMULATED void store_matrices(void* row, const uint32_t (&words)[4]) {
+EMULATED void stmatrix(void* row, const uint32_t (&words)[4]) {
   emulator::store_matrix(row, words);
 }
 
@@ -48,35 +48,35 @@ class Barrier {
   uint64_t state_;  // its address is what the machine knows it by
 };
 
-EMULATED void publish_barriers() { emulator::publish_barriers(); }
+EMULATED void fence_barrier_init() { emulator::fence_barrier_init(); }
 
-EMULATED void load_box(const CUtensorMap& map, void* target, Barrier& arrival, int column,
+EMULATED void tma_load(const CUtensorMap& map, void* target, Barrier& arrival, int column,
                        int in_group, int row, int head, int batch) {
-  emulator::load_box(&map, target, arrival.state(), {column, in_group, row, head, batch});
+  emulator::tma_load(&map, target, arrival.state(), {column, in_group, row, head, batch});
 }
 
-EMULATED void show_to_copies() { emulator::show_to_copies(); }
-EMULATED void store_box(const CUtensorMap& map, const void* source, int column, int in_group,
+EMULATED void fence_async_proxy() { emulator::fence_async_proxy(); }
+EMULATED void tma_store(const CUtensorMap& map, const void* source, int column, int in_group,
                         int row, int head, int batch) {
-  emulator::store_box(&map, source, {column, in_group, row, head, batch});
+  emulator::tma_store(&map, source, {column, in_group, row, head, batch});
 }
-EMULATED void commit_boxes() { emulator::commit_boxes(); }
+EMULATED void tma_store_commit() { emulator::tma_store_commit(); }
 template <int kGroupsReading>
-EMULATED void wait_boxes() {
-  emulator::wait_boxes(kGroupsReading);
+EMULATED void tma_store_wait() {
+  emulator::tma_store_wait(kGroupsReading);
 }
-EMULATED void prefetch_map(const CUtensorMap& map) { emulator::prefetch_map(&map); }
+EMULATED void prefetch_tensor_map(const CUtensorMap& map) { emulator::prefetch_tensor_map(&map); }
 
-EMULATED void arrive_at(int barrier) { emulator::arrive_named(barrier, 2 * kWarpgroup); }
-EMULATED void wait_at(int barrier) { emulator::sync_named(barrier, 2 * kWarpgroup); }
+EMULATED void named_barrier_arrive(int barrier) { emulator::arrive_named(barrier, 2 * kWarpgroup); }
+EMULATED void named_barrier_sync(int barrier) { emulator::sync_named(barrier, 2 * kWarpgroup); }
 
 template <int kRegisters>
-EMULATED void give_back_registers() {
-  emulator::give_back_registers(kRegisters);
+EMULATED void register_dealloc() {
+  emulator::register_dealloc(kRegisters);
 }
 template <int kRegisters>
-EMULATED void take_registers() {
-  emulator::take_registers(kRegisters);
+EMULATED void register_alloc() {
+  emulator::register_alloc(kRegisters);
 }
 
 template <class Element, int kColumns_, bool kFromRegisters_>
@@ -88,15 +88,15 @@ struct EmulatedProduct {
                                     : emulator::Operand::kBFloat16;
 };
 template <class Element, int kColumns>
-using MmaFromShared = EmulatedProduct<Element, kColumns, false>;
+using MmaSS = EmulatedProduct<Element, kColumns, false>;
 template <class Element, int kColumns>
-using MmaFromRegisters = EmulatedProduct<Element, kColumns, true>;
+using MmaRS = EmulatedProduct<Element, kColumns, true>;
 
-EMULATED void begin_products() { emulator::begin_products(); }
-EMULATED void commit_products() { emulator::commit_products(); }
+EMULATED void wgmma_fence() { emulator::wgmma_fence(); }
+EMULATED void wgmma_commit() { emulator::wgmma_commit(); }
 template <int kGroupsInFlight>
-EMULATED void wait_products() {
-  emulator::wait_products(kGroupsInFlight);
+EMULATED void wgmma_wait() {
+  emulator::wgmma_wait(kGroupsInFlight);
 }
 
 }  // namespace flash_cute::sm90::hopper

@@ -17,9 +17,9 @@
 namespace flash_cute::platform {
 
 inline unsigned thread_index() { return emulator::thread_index(); }
-inline int block_index() { return emulator::block_index(); }
-inline void sync_block() { emulator::sync_block(); }
-inline bool sync_block_or(bool predicate) { return emulator::sync_block_or(predicate); }
+inline int cta_index() { return emulator::cta_index(); }
+inline void sync_cta() { emulator::sync_cta(); }
+inline bool sync_cta_or(bool predicate) { return emulator::sync_cta_or(predicate); }
 
 template <class Word>
 Word shuffle_xor(Word value, int lane_mask) {
@@ -27,7 +27,7 @@ Word shuffle_xor(Word value, int lane_mask) {
   return std::bit_cast<Word>(emulator::shuffle(std::bit_cast<uint32_t>(value), lane));
 }
 
-inline int same_in_warp(int value) {
+inline int warp_uniform(int value) {
   const uint32_t first = emulator::shuffle(value, 0);
   emulator::require(first == static_cast<uint32_t>(value), "has a value of its own in its warp");
   return value;
@@ -43,16 +43,16 @@ inline float log2(float x) { return std::log2(x); }
 inline float reciprocal(float x) { return flush_denormal(1.f / flush_denormal(x)); }
 
 template <class T>
-T computed_here(T value) {
+T rematerialize(T value) {
   return value;
 }
 template <class Integer>
-Integer computed_here(Integer value, int changing) {
+Integer rematerialize(Integer value, int changing) {
   emulator::require(changing >= 0, "hides a value behind a negative number");
   return value;
 }
 
-inline void keep_order(int changing) {
+inline void schedule_fence(int changing) {
   emulator::require(changing >= 0, "keeps instructions in order by a negative number");
 }
 

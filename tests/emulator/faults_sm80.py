@@ -31,21 +31,21 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "platform::sync_block();\n    if constexpr (!kScoresAhead) {",
-                "if constexpr (!kScoresAhead) {",
+                "platform::sync_cta();\n    if constexpr (!kPipelinedQk) {",
+                "if constexpr (!kPipelinedQk) {",
             )
         ],
     ),
     Fault(
         "barrier removed before V is read",
         f"{RACE}|{UNFINISHED}",
-        [(MAINLOOP, "platform::sync_block();\n        load_next_keys", "load_next_keys")],
+        [(MAINLOOP, "platform::sync_cta();\n        load_next_keys", "load_next_keys")],
         head_dim=96,
     ),
     Fault(
         "barrier removed before the first block is read",
         f"{RACE}|{UNWRITTEN}|{UNFINISHED}",
-        [(MAINLOOP, "platform::sync_block();  // Q and K", "// Q and K")],
+        [(MAINLOOP, "platform::sync_cta();  // Q and K", "// Q and K")],
     ),
     Fault(
         "first block not waited for",
@@ -53,8 +53,8 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "platform::wait_copies<kScoresAhead ? 1 : 0>",
-                "platform::wait_copies<kScoresAhead ? 2 : 0>",
+                "platform::wait_copies<kPipelinedQk ? 1 : 0>",
+                "platform::wait_copies<kPipelinedQk ? 2 : 0>",
             )
         ],
     ),
@@ -72,7 +72,7 @@ SM80_FAULTS = [
     Fault(
         "barrier removed before O is read",
         RACE,
-        [(EPILOGUE, "platform::sync_block();  // O is", "// O is")],
+        [(EPILOGUE, "platform::sync_cta();  // O is", "// O is")],
     ),
     Fault(
         "wait for the wrong group",
@@ -80,8 +80,8 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "platform::wait_copies<0>();\n    platform::sync_block();",
-                "platform::wait_copies<1>();\n    platform::sync_block();",
+                "platform::wait_copies<0>();\n    platform::sync_cta();",
+                "platform::wait_copies<1>();\n    platform::sync_cta();",
             )
         ],
     ),
@@ -91,8 +91,8 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "load_keys(n_block - 2);",
-                "keys_values_.template load_keys<true>(n_block - 2, sK(n_block - 1));",
+                "load_k(n_block - 2);",
+                "kv_source_.template load_k<true>(n_block - 2, sK(n_block - 1));",
             )
         ],
     ),
@@ -102,8 +102,8 @@ SM80_FAULTS = [
         [
             (
                 MAINLOOP,
-                "load_values<false>(n_block);\n      if",
-                "load_values(n_block);\n      if",
+                "load_v<false>(n_block);\n      if",
+                "load_v(n_block);\n      if",
             )
         ],
     ),
@@ -293,7 +293,7 @@ SM80_FAULTS = [
     Fault(
         "row taken for a query",
         WRONG,
-        [(MASK, "query_rows_.query(row) + band_end_", "row + band_end_")],
+        [(MASK, "pack_gqa_.query(row) + band_end_", "row + band_end_")],
     ),
     Fault(
         "maximum of half a row",
@@ -313,7 +313,7 @@ SM80_FAULTS = [
     Fault(
         "barrier removed before P of other warps is read",
         f"{RACE}|{UNWRITTEN}",
-        [(MAINLOOP, "platform::sync_block();  // P is there", "// P is there")],
+        [(MAINLOOP, "platform::sync_cta();  // P is there", "// P is there")],
         head_dim=192,
     ),
     Fault(
@@ -322,8 +322,8 @@ SM80_FAULTS = [
         [
             (
                 HOLDERS,
-                "return platform::sync_block_or(predicate);",
-                "platform::sync_block();\n    return platform::any_in_warp(predicate);",
+                "return platform::sync_cta_or(predicate);",
+                "platform::sync_cta();\n    return platform::any_in_warp(predicate);",
             )
         ],
         head_dim=192,
@@ -331,13 +331,13 @@ SM80_FAULTS = [
     Fault(
         "vote of shared rows that is no barrier",
         f"{RACE}|{UNFINISHED}",
-        [(HOLDERS, "platform::sync_block_or(predicate)", "platform::any_in_warp(predicate)")],
+        [(HOLDERS, "platform::sync_cta_or(predicate)", "platform::any_in_warp(predicate)")],
         head_dim=192,
     ),
     Fault(
         "words of other warps read before they are there",
         f"{RACE}|{UNWRITTEN}",
-        [(HOLDERS, "platform::sync_block();  // the words", "// the words")],
+        [(HOLDERS, "platform::sync_cta();  // the words", "// the words")],
         head_dim=192,
     ),
     Fault(
@@ -358,8 +358,8 @@ SM80_FAULTS = [
         [
             (
                 EPILOGUE,
-                "platform::sync_block();  // O is",
-                "if (thread < Traits::kThreads / 2) platform::sync_block();  // O is",
+                "platform::sync_cta();  // O is",
+                "if (thread < Traits::kThreads / 2) platform::sync_cta();  // O is",
             )
         ],
     ),
@@ -382,7 +382,7 @@ SM80_FAULTS = [
     Fault(
         "part stored past the last row",
         f"{BOUNDS}|written already",
-        [(EPILOGUE, "exists = query_rows.exists(row, len_q);", "exists = true;")],
+        [(EPILOGUE, "exists = pack_gqa.exists(row, len_q);", "exists = true;")],
     ),
     Fault(
         "parts that weigh what they weigh alone",
@@ -397,16 +397,16 @@ SM80_FAULTS = [
     Fault(
         "limits of parts read before they are there",
         f"{RACE}|{UNWRITTEN}",
-        [(COMBINE, "platform::sync_block();  // the limits", "// the limits")],
+        [(COMBINE, "platform::sync_cta();  // the limits", "// the limits")],
     ),
     Fault(
         "weights of parts read before they are there",
         f"{RACE}|{UNWRITTEN}",
-        [(COMBINE, "platform::sync_block();  // the weights", "// the weights")],
+        [(COMBINE, "platform::sync_cta();  // the weights", "// the weights")],
     ),
     Fault(
         "combined before all is there",
         f"{RACE}|{UNWRITTEN}",
-        [(COMBINE, "platform::sync_block();  // all sums", "// all sums")],
+        [(COMBINE, "platform::sync_cta();  // all sums", "// all sums")],
     ),
 ]

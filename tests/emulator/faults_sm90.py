@@ -23,14 +23,14 @@ from faults import (
 )
 
 
-def in_turns(value: str) -> tuple[str, str, str]:
+def ping_pong(value: str) -> tuple[str, str, str]:
     """Whether consumers take turns, whatever the tile table says."""
-    return SM90_MAINLOOP, "kInTurns = Traits::kConfig.in_turns;", f"kInTurns = {value};"
+    return SM90_MAINLOOP, "kPingPong = Traits::kConfig.ping_pong;", f"kPingPong = {value};"
 
 
 #: No faults, and nothing is to be caught: what the tile table may have as well.
 SM90_VARIANTS = [
-    Fault(f"sm90 in turns {value}", "^$", [in_turns(value)], arch=90, kinds=("banded", "splits"))
+    Fault(f"sm90 in turns {value}", "^$", [ping_pong(value)], arch=90, kinds=("banded", "splits"))
     for value in ("true", "false")
 ]
 
@@ -60,11 +60,11 @@ SM90_FAULTS = [
         "K released before it is read",
         IN_USE,
         SM90_MAINLOOP,
-        "hopper::wait_products<kInFlight>();",
-        "release(smem_.k_empty[k_.stage]); hopper::wait_products<kInFlight>();",
+        "hopper::wgmma_wait<kInFlight>();",
+        "consumer_release(smem_.k_empty[k_.stage]); hopper::wgmma_wait<kInFlight>();",
         (
             SM90_MAINLOOP,
-            "warpgroup_fence_operand(tSrS);\n    release_keys();",
+            "warpgroup_fence_operand(tSrS);\n    release_k();",
             "warpgroup_fence_operand(tSrS);\n    k_.advance();",
         ),
     ),
@@ -135,7 +135,7 @@ SM90_FAULTS = [
         "product issued without a fence",
         "no wgmma.fence",
         SM90_MAINLOOP,
-        "warpgroup_fence_operand(tSrP);\n    hopper::begin_products();",
+        "warpgroup_fence_operand(tSrP);\n    hopper::wgmma_fence();",
         "warpgroup_fence_operand(tSrP);",
     ),
     of_sm90(
@@ -149,23 +149,23 @@ SM90_FAULTS = [
         "turn not passed",
         STUCK,
         SM90_MAINLOOP,
-        "multiply_values(tSrP, tOrO);\n      pass_turn();",
-        "multiply_values(tSrP, tOrO);",
-        in_turns("true"),
+        "gemm_pv(tSrP, tOrO);\n      scheduler_barrier_arrive();",
+        "gemm_pv(tSrP, tOrO);",
+        ping_pong("true"),
     ),
     of_sm90(
         "V of a skipped block kept",
         f"{STUCK}|{RACE}|{UNFINISHED}|{WRONG}",
         SM90_MAINLOOP,
-        "hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);",
+        "consumer_skip(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);",
         "",
     ),
     of_sm90(
         "lanes do not look at a skipped stage together",
         STUCK,
         SM90_MAINLOOP,
-        "hopper::sync_warp();\n    release(empty);",
-        "release(empty);",
+        "hopper::sync_warp();\n    consumer_release(empty);",
+        "consumer_release(empty);",
         head_dim=256,
     ),
     of_sm90(
@@ -202,7 +202,7 @@ SM90_FAULTS = [
         f"{WRONG}|{UNWRITTEN}",
         SM90_MAINLOOP,
         "work.tile.row_end - work.row0;",
-        "arguments_.query_rows.count(arguments_.params.len_q) - work.row0;",
+        "arguments_.pack_gqa.count(arguments_.params.len_q) - work.row0;",
     ),
     of_sm90(
         "consumers without rows not told",
@@ -215,41 +215,41 @@ SM90_FAULTS = [
         "consumers not told of the end",
         STUCK,
         SM90_PRODUCER,
-        "      announce(i, Rings::kNoTile);\n      smem_.q_full[q_.stage][i].arrive();",
-        "      announce(i, Rings::kNoTile);",
+        "      announce(i, Pipeline::kNoTile);\n      smem_.q_full[q_.stage][i].arrive();",
+        "      announce(i, Pipeline::kNoTile);",
     ),
     of_sm90(
         "turn of a skipped block not passed",
         STUCK,
         SM90_MAINLOOP,
-        "wait_turn();\n      pass_turn();",
-        "wait_turn();",
-        in_turns("true"),
+        "scheduler_barrier_sync();\n      scheduler_barrier_arrive();",
+        "scheduler_barrier_sync();",
+        ping_pong("true"),
     ),
     of_sm90(
         "turns that are passed and not waited for",
         "comes to barrier . again before the others have|every thread waits",
         SM90_MAINLOOP,
-        "wait_turn();\n    multiply_keys(tSrS);",
-        "multiply_keys(tSrS);",
-        in_turns("true"),
+        "scheduler_barrier_sync();\n    gemm_qk(tSrS);",
+        "gemm_qk(tSrS);",
+        ping_pong("true"),
     ),
     of_sm90(
         "Q of a consumer without rows kept",
         STUCK,
         SM90_MAINLOOP,
-        "      release_queries();\n    }\n  }",
+        "      release_q();\n    }\n  }",
         "    }\n  }",
     ),
     of_sm90(
         "O read before it is there",
         UNFINISHED,
         SM90_MAINLOOP,
-        "multiply_values(tSrP, tOrO);\n    hopper::wait_products<0>();",
-        "multiply_values(tSrP, tOrO);",
+        "gemm_pv(tSrP, tOrO);\n    hopper::wgmma_wait<0>();",
+        "gemm_pv(tSrP, tOrO);",
     ),
     of_sm90(
-        "statistics of the tile before kept",
+        "stats of the tile before kept",
         WRONG,
         SM90_MAINLOOP,
         "softmax.start();",
@@ -274,7 +274,7 @@ SM90_FAULTS = [
         "as its warpgroup's other warps have",
         SM90_MAINLOOP,
         "risen = n_block - 1;",
-        "risen = n_block - 1;\n        hopper::wait_products<0>();",
+        "risen = n_block - 1;\n        hopper::wgmma_wait<0>();",
     ),
     of_sm90(
         "bounds kept where a reference rises",
@@ -315,14 +315,14 @@ SM90_FAULTS = [
         "barriers not published",
         "has not been told",
         SM90_KERNEL,
-        "hopper::publish_barriers();",
+        "hopper::fence_barrier_init();",
         "",
     ),
     of_sm90(
         "barriers used before they are there",
         "which nobody has initialised|initialised with no barrier",
         SM90_KERNEL,
-        "platform::sync_block();",
+        "platform::sync_cta();",
         "",
     ),
     of_sm90(

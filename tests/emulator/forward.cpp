@@ -10,8 +10,8 @@
 #include "device.h"
 #include "dispatch.h"
 #include "launch.h"
-#include "sm80/schedule.h"
-#include "sm90/schedule.h"
+#include "sm80/tile_scheduler.h"
+#include "sm90/tile_scheduler.h"
 #include "splits.h"
 #include "tensor_copy.h"
 
@@ -89,7 +89,7 @@ static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int le
   FwdParams params{};
   params.batch = batch;
   params.heads_q = heads;
-  params.heads_per_kv_head = heads / heads_kv;
+  params.group_size = heads / heads_kv;
   params.len_q = len_q;
   params.len_k = len_k;
   params.head_dim = head_dim;
@@ -98,13 +98,13 @@ static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int le
 }
 
 // Of sm90, the row of the tile table that a call gets if its keys stay whole.
-static const FwdSm90Row& row_of_sm90(const FwdParams& params, MaskKind mask, bool is_triangle,
-                                     int multiprocessors) {
+static const TileEntrySm90& row_of_sm90(const FwdParams& params, MaskKind mask, bool is_triangle,
+                                        int multiprocessors) {
   const auto tiles = [&](int block_m) {
     return tiles_of(params, block_m, most_rows_of_query_sm90(params));
   };
-  return kFwdSm90[select_fwd_sm90(params.head_dim, mask, is_triangle, params.len_k, multiprocessors,
-                                  tiles)];
+  return kFwdTilesSm90[select_fwd_sm90(params.head_dim, mask, is_triangle, params.len_k,
+                                       multiprocessors, tiles)];
 }
 
 // Of sm90, how many rows the tiles of a call have.
@@ -127,13 +127,13 @@ __attribute__((visibility("default"))) int splits_of(int arch, int batch, int he
   FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
   const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
   const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
-  const SplittingTiles tiles =
-      arch == 80 ? SplittingTiles::of_sm80(params, kFwdSm80[select_fwd_sm80(head_dim, smem_limit)],
-                                           multiprocessors)
-                 : SplittingTiles::of_sm90(params, mask, kFwdSm90[select_splits_sm90(head_dim)],
-                                           row_of_sm90(params, mask, is_triangle, multiprocessors),
-                                           multiprocessors);
-  const KeySplits splits = choose_splits(params, tiles, multiprocessors, 0);
+  const SplitCost tiles =
+      arch == 80 ? SplitCost::of_sm80(params, kFwdTilesSm80[select_fwd_sm80(head_dim, smem_limit)],
+                                      multiprocessors)
+                 : SplitCost::of_sm90(params, mask, kFwdTilesSm90[select_splits_sm90(head_dim)],
+                                      row_of_sm90(params, mask, is_triangle, multiprocessors),
+                                      multiprocessors);
+  const SplitKV splits = choose_splits(params, tiles, multiprocessors, 0);
   *keys = splits.keys;
   return splits.count;
 }
@@ -148,15 +148,15 @@ __attribute__((visibility("default"))) int64_t deal(int arch, int batch, int hea
                                                     int32_t* tiles) {
   FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
   const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
-  const QueryRows query_rows = QueryRows::make(params, block_m);
+  const PackGqa pack_gqa = PackGqa::make(params, block_m);
   int64_t count = 0;
-  const int row_count = query_rows.count(len_q);
-  auto add = [&](int block, sm90::Tile tile) {
+  const int row_count = pack_gqa.count(len_q);
+  auto add = [&](int block, sm90::WorkTile tile) {
     for (int number : {block, tile.row0, tile.row_end, tile.head, tile.batch}) *tiles++ = number;
     ++count;
   };
   if (arch == 80) {
-    const auto schedule = sm80::Schedule::make(params, query_rows, mask, block_m, l2_bytes);
+    const auto schedule = sm80::TileScheduler::make(params, pack_gqa, mask, block_m, l2_bytes);
     for (int block = 0; block < schedule.blocks(); ++block) {
       const TileCoord tile = schedule.tile(block);
       const int row0 = tile.m_block * block_m;
@@ -164,11 +164,11 @@ __attribute__((visibility("default"))) int64_t deal(int arch, int batch, int hea
     }
   } else {
     const auto schedule =
-        sm90::Schedule::make(params, query_rows, mask, block_m, multiprocessors, l2_bytes);
+        sm90::TileScheduler::make(params, pack_gqa, mask, block_m, multiprocessors, l2_bytes);
     for (int block = 0; block < schedule.blocks(); ++block) {
-      sm90::Schedule::Tiles of_block(block);
+      sm90::TileScheduler::Tiles of_block(block);
       for (int i; schedule.has(i = of_block.next(schedule));) {
-        const sm90::Tile tile = schedule.tile(i, row_count);
+        const sm90::WorkTile tile = schedule.tile(i, row_count);
         if (tile.row0 < tile.row_end) add(block, tile);
       }
     }
@@ -188,7 +188,7 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
   params.lse = {call->lse, call->q.sizes[1] * call->q.sizes[2], call->q.sizes[2], 1};
   params.batch = static_cast<int>(call->q.sizes[0]);
   params.heads_q = static_cast<int>(call->q.sizes[1]);
-  params.heads_per_kv_head = static_cast<int>(call->q.sizes[1] / call->k.sizes[1]);
+  params.group_size = static_cast<int>(call->q.sizes[1] / call->k.sizes[1]);
   params.len_q = static_cast<int>(call->q.sizes[2]);
   params.len_k = static_cast<int>(call->k.sizes[2]);
   params.head_dim = static_cast<int>(call->q.sizes[3]);

@@ -33,10 +33,10 @@ void write_global(Thread& thread, const void* address, int bytes, const void* co
 }  // namespace
 
 int thread_index() { return running->index; }
-int block_index() { return running->cta->block(); }
+int cta_index() { return running->cta->block(); }
 
-void sync_block() { running->cta->barrier(*running, 0, running->cta->launch().threads, CALLER); }
-bool sync_block_or(bool predicate) {
+void sync_cta() { running->cta->barrier(*running, 0, running->cta->launch().threads, CALLER); }
+bool sync_cta_or(bool predicate) {
   const Vote vote = predicate ? Vote::kYes : Vote::kNo;
   running->cta->barrier(*running, 0, running->cta->launch().threads, CALLER, true, vote);
   return running->any_voted;

@@ -7,11 +7,11 @@
 namespace flash_cute::emulator {
 
 int thread_index();
-int block_index();
+int cta_index();
 
 // Barriers: all threads of the block, `threads` of them at the named barrier `id`, a warp.
-void sync_block();
-bool sync_block_or(bool predicate);  // whether it holds for any thread
+void sync_cta();
+bool sync_cta_or(bool predicate);  // whether it holds for any thread
 void sync_named(int id, int threads);
 void sync_warp();
 

@@ -13,7 +13,7 @@ namespace flash_cute::emulator {
 void init_barrier(const void* barrier, int arrivals) {
   running->cta->mbarriers.init(*running, barrier, arrivals, CALLER);
 }
-void publish_barriers() { running->cta->mbarriers.publish(*running); }
+void fence_barrier_init() { running->cta->mbarriers.publish(*running); }
 void arrive_at_barrier(const void* barrier, int64_t expected_bytes) {
   running->cta->mbarriers.arrive(*running, barrier, expected_bytes, CALLER);
 }
@@ -52,32 +52,32 @@ void store_matrix(void* row, const uint32_t (&words)[4]) {
   running->cta->with_warp(*running, "stmatrix", &mine, complete, CALLER);
 }
 
-void load_box(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates) {
+void tma_load(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates) {
   running->cta->tensor_copies.load(*running, map, target, barrier, coordinates, CALLER);
 }
-void store_box(const void* map, const void* source, std::array<int, 5> coordinates) {
+void tma_store(const void* map, const void* source, std::array<int, 5> coordinates) {
   running->cta->tensor_copies.store(*running, map, source, coordinates, CALLER);
 }
-void show_to_copies() { running->clocks.show(running->index); }
-void commit_boxes() { ++running->box_group; }
-void wait_boxes(int groups_in_flight) {
+void fence_async_proxy() { running->clocks.show(running->index); }
+void tma_store_commit() { ++running->box_group; }
+void tma_store_wait(int groups_in_flight) {
   running->cta->tensor_copies.wait(*running, groups_in_flight);
 }
-void prefetch_map(const void*) {}
+void prefetch_tensor_map(const void*) {}
 
-void give_back_registers(int registers) {
-  running->cta->warpgroups.give_back_registers(*running, registers, CALLER);
+void register_dealloc(int registers) {
+  running->cta->warpgroups.register_dealloc(*running, registers, CALLER);
 }
-void take_registers(int registers) {
-  running->cta->warpgroups.take_registers(*running, registers, CALLER);
+void register_alloc(int registers) {
+  running->cta->warpgroups.register_alloc(*running, registers, CALLER);
 }
 
 void multiply_async(const AsyncProduct& product) {
   running->cta->warpgroups.multiply(*running, product, CALLER);
 }
-void begin_products() { running->cta->warpgroups.begin(*running, CALLER); }
-void commit_products() { running->cta->warpgroups.commit(*running, CALLER); }
-void wait_products(int groups_in_flight) {
+void wgmma_fence() { running->cta->warpgroups.begin(*running, CALLER); }
+void wgmma_commit() { running->cta->warpgroups.commit(*running, CALLER); }
+void wgmma_wait(int groups_in_flight) {
   running->cta->warpgroups.wait(*running, groups_in_flight, CALLER);
 }
 

@@ -11,7 +11,7 @@ namespace flash_cute::emulator {
 // mbarriers: the barrier in shared memory at `barrier`. A phase is over when all arrivals have
 // come and all bytes that were expected.
 void init_barrier(const void* barrier, int arrivals);
-void publish_barriers();  // fence.mbarrier_init: those that the thread initialised
+void fence_barrier_init();  // fence.mbarrier_init: those that the thread initialised
 void arrive_at_barrier(const void* barrier, int64_t expected_bytes);
 void wait_at_barrier(const void* barrier, uint32_t parity);
 
@@ -23,16 +23,16 @@ void store_matrix(void* row, const uint32_t (&words)[4]);
 
 // TMA, by a tensor map as `encode_tensor_map` (tensor_copy.h) left it: to shared memory, and from
 // there.
-void load_box(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates);
-void store_box(const void* map, const void* source, std::array<int, 5> coordinates);
-void show_to_copies();                  // fence.proxy.async
-void commit_boxes();                    // cp.async.bulk.commit_group
-void wait_boxes(int groups_in_flight);  // cp.async.bulk.wait_group.read
-void prefetch_map(const void* map);
+void tma_load(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates);
+void tma_store(const void* map, const void* source, std::array<int, 5> coordinates);
+void fence_async_proxy();                   // fence.proxy.async
+void tma_store_commit();                    // cp.async.bulk.commit_group
+void tma_store_wait(int groups_in_flight);  // cp.async.bulk.wait_group.read
+void prefetch_tensor_map(const void* map);
 
 // setmaxnreg, of a warp's threads.
-void give_back_registers(int registers);
-void take_registers(int registers);
+void register_dealloc(int registers);
+void register_alloc(int registers);
 
 // wgmma, m64nNk16, of a warp's 16 rows: D = A B^T, added to what is there or not. B is (columns,
 // k), or lies as (k, columns). Operands in shared memory are descriptors as the hardware reads
@@ -48,8 +48,8 @@ struct AsyncProduct {
   float* d;                     // (columns / 2)
 };
 void multiply_async(const AsyncProduct& product);
-void begin_products();                     // wgmma.fence
-void commit_products();                    // wgmma.commit_group
-void wait_products(int groups_in_flight);  // wgmma.wait_group
+void wgmma_fence();                     // wgmma.fence
+void wgmma_commit();                    // wgmma.commit_group
+void wgmma_wait(int groups_in_flight);  // wgmma.wait_group
 
 }  // namespace flash_cute::emulator

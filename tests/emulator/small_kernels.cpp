@@ -17,7 +17,7 @@ constexpr SmallKernel kKernels[] = {
     {"a barrier orders threads",
      [](const Me& me) {
        me.put(me.in());
-       sync_block();
+       sync_cta();
        me.out(me.in_next_warp());
      }},
     {"a named barrier orders threads",
@@ -52,7 +52,7 @@ constexpr SmallKernel kKernels[] = {
     {"write after read without a barrier",
      [](const Me& me) {
        me.put(me.in());
-       sync_block();
+       sync_cta();
        const Chunk chunk = me.in_next_warp();
        me.put(chunk);
        me.out(chunk);
@@ -69,7 +69,7 @@ constexpr SmallKernel kKernels[] = {
      [](const Me& me) {
        me.begin_copy(me.shared.first);
        wait_copies(0);
-       sync_block();
+       sync_cta();
        me.out(me.in_next_warp());
      }},
     {"a copy that is waited for is there for its thread",
@@ -81,7 +81,7 @@ constexpr SmallKernel kKernels[] = {
     {"a copy that is not waited for",
      [](const Me& me) {
        me.begin_copy(me.shared.first);
-       sync_block();
+       sync_cta();
        me.out(me.get(me.thread));
      }},
     {"a copy that is waited for without a barrier",
@@ -107,7 +107,7 @@ constexpr SmallKernel kKernels[] = {
     {"a copy to where others read",
      [](const Me& me) {
        me.put(me.in());
-       sync_block();
+       sync_cta();
        me.out(me.in_next_warp());
        me.begin_copy(me.shared.first);
      }},
@@ -156,18 +156,18 @@ constexpr SmallKernel kKernels[] = {
     {"a barrier with a vote orders threads",
      [](const Me& me) {
        me.put(me.in());
-       require(sync_block_or(me.thread == 17), "hears of no vote");
-       require(!sync_block_or(false), "hears of a vote");
+       require(sync_cta_or(me.thread == 17), "hears of no vote");
+       require(!sync_cta_or(false), "hears of a vote");
        me.out(me.in_next_warp());
      }},
     {"a barrier at which some threads vote",
      [](const Me& me) {
-       me.thread < 32 ? static_cast<void>(sync_block_or(true)) : sync_block();
+       me.thread < 32 ? static_cast<void>(sync_cta_or(true)) : sync_cta();
        me.out(me.in());
      }},
     {"a barrier that some threads skip",
      [](const Me& me) {
-       if (me.thread != 17) sync_block();
+       if (me.thread != 17) sync_cta();
        me.out(me.in());
      }},
     {"threads expected differ at a barrier",

@@ -47,9 +47,9 @@ struct Me {
   void init(int arrivals) const {
     if (thread == 0) {
       init_barrier(&shared.barrier, arrivals);
-      publish_barriers();
+      fence_barrier_init();
     }
-    sync_block();
+    sync_cta();
   }
   void arrive(int64_t expected_bytes = 0) const {
     arrive_at_barrier(&shared.barrier, expected_bytes);
@@ -58,7 +58,7 @@ struct Me {
   void begin_box() const {
     if (thread == 0) {
       arrive(sizeof shared.first);
-      load_box(&params.map, shared.first, &shared.barrier, {});
+      tma_load(&params.map, shared.first, &shared.barrier, {});
     }
   }
   // This thread's place in the box, whose chunks are permuted.
@@ -68,19 +68,19 @@ struct Me {
   void put_in(Chunk (&box)[kThreads]) const { box[place_in_box()] = in(); }
   // To the copy engine.
   void show() const {
-    show_to_copies();
-    sync_block();
+    fence_async_proxy();
+    sync_cta();
   }
   // The output's row at which the box begins is `row`.
   void store_box_at(int row, const Chunk* box) const {
-    store_box(&params.map_out, box, {0, 0, row, 0, 0});
-    commit_boxes();
+    tma_store(&params.map_out, box, {0, 0, row, 0, 0});
+    tma_store_commit();
   }
   void store_box_of_all() const {
     if (thread == 0) store_box_at(0, shared.first);
   }
   void wait_for_box() const {
-    if (thread == 0) wait_boxes(0);
+    if (thread == 0) tma_store_wait(0);
   }
   // Half of each goes to the output; `box` is written again when the first has been read.
   void store_two_boxes_and_write(Chunk (&box)[kThreads]) const {
@@ -90,9 +90,9 @@ struct Me {
     if (thread != 0) return;
     store_box_at(4, shared.first);
     store_box_at(-4, shared.second);
-    wait_boxes(1);
+    tma_store_wait(1);
     put_in(box);
-    wait_boxes(0);
+    tma_store_wait(0);
   }
   // The warp's part of the input, as four matrices of 8 rows of 16 bytes; `row` is where this
   // lane's goes.

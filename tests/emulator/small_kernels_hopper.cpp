@@ -64,7 +64,7 @@ constexpr SmallKernel kKernels[] = {
      [](const Me& me) {
        me.init(1);
        me.begin_box();
-       sync_block();
+       sync_cta();
        me.out(me.get_of_box());
      }},
     {"a box to where others read",
@@ -78,7 +78,7 @@ constexpr SmallKernel kKernels[] = {
     {"a box whose barrier the copy engine does not know",
      [](const Me& me) {
        if (me.thread == 0) init_barrier(&me.shared.barrier, 1);
-       sync_block();
+       sync_cta();
        me.begin_box();
        me.wait(0);
        me.out(me.get_of_box());
@@ -103,30 +103,30 @@ constexpr SmallKernel kKernels[] = {
     {"a box stored without a fence",
      [](const Me& me) {
        me.put_in_box();
-       sync_block();
+       sync_cta();
        me.store_box_of_all();
        me.wait_for_box();
      }},
     {"a box stored with a fence behind the barrier",
      [](const Me& me) {
        me.put_in_box();
-       sync_block();
-       show_to_copies();
+       sync_cta();
+       fence_async_proxy();
        me.store_box_of_all();
        me.wait_for_box();
      }},
     {"a box stored with a fence ahead of the writes",
      [](const Me& me) {
-       show_to_copies();
+       fence_async_proxy();
        me.put_in_box();
-       sync_block();
+       sync_cta();
        me.store_box_of_all();
        me.wait_for_box();
      }},
     {"a box stored without a barrier",
      [](const Me& me) {
        me.put_in_box();
-       show_to_copies();
+       fence_async_proxy();
        me.store_box_of_all();
        me.wait_for_box();
      }},
@@ -147,7 +147,7 @@ constexpr SmallKernel kKernels[] = {
      [](const Me& me) {
        me.put_in_box();
        me.show();
-       if (me.thread == 0) store_box(&me.params.map, me.shared.first, {});
+       if (me.thread == 0) tma_store(&me.params.map, me.shared.first, {});
      }},
     {"a box stored from an odd place",
      [](const Me& me) {
@@ -163,7 +163,7 @@ constexpr SmallKernel kKernels[] = {
      [](const Me& me) {
        me.put_in_box();
        me.show();
-       if (me.thread == 0) store_box(&me.params.map_out, me.shared.first, {});
+       if (me.thread == 0) tma_store(&me.params.map_out, me.shared.first, {});
        me.wait_for_box();
      }},
     {"a write to where a box is read",
@@ -179,7 +179,7 @@ constexpr SmallKernel kKernels[] = {
        me.show();
        me.store_box_of_all();
        me.wait_for_box();
-       sync_block();
+       sync_cta();
        me.put_in_box();
      }},
     {"a write to where a box has been read, without a barrier",
@@ -187,7 +187,7 @@ constexpr SmallKernel kKernels[] = {
        me.put_in_box();
        me.show();
        me.store_box_of_all();
-       sync_block();
+       sync_cta();
        me.wait_for_box();
        if (me.thread % 2 != 0) me.put_in_box();
      }},
@@ -203,12 +203,12 @@ constexpr SmallKernel kKernels[] = {
      }},
     {"registers that nobody gives back",
      [](const Me& me) {
-       take_registers(256);
+       register_alloc(256);
        me.out(me.in());
      }},
     {"registers that change hands",
      [](const Me& me) {
-       me.thread < 32 ? give_back_registers(248) : take_registers(256);
+       me.thread < 32 ? register_dealloc(248) : register_alloc(256);
        me.out(me.in());
      }},
     {"matrices stored to neighbouring rows",

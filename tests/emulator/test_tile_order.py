@@ -212,7 +212,7 @@ def time_taken(
     starts = torch.arange(0, len_q, m)
     of_tile = time_of(starts, (starts + m).clamp(max=len_q))
     times = 0.5 * (time_of(dealt[:, 1], dealt[:, 2]) + of_tile[dealt[:, 1] // m])
-    places = [0.0] * multiprocessors * tile["blocks_per_sm"]
+    places = [0.0] * multiprocessors * tile["ctas_per_sm"]
     for block, time in zip(dealt[:, 0].tolist(), times.tolist(), strict=True):
         if kernels.arch == 80:  # a block for each tile, where there is room first
             heapq.heapreplace(places, places[0] + time)

@@ -275,7 +275,7 @@ void Warpgroups::run(Cta& cta, int warp, const Product& product) {
   ++cta.counters.products;
 }
 
-void Warpgroups::give_back_registers(Thread& thread, int registers, const void* code) {
+void Warpgroups::register_dealloc(Thread& thread, int registers, const void* code) {
   struct Lane {
     int registers;
     const void* code;
@@ -295,7 +295,7 @@ void Warpgroups::give_back_registers(Thread& thread, int registers, const void* 
   thread.cta->with_warp(thread, "setmaxnreg.dec", &mine, complete, code);
 }
 
-void Warpgroups::take_registers(Thread& thread, int registers, const void* code) {
+void Warpgroups::register_alloc(Thread& thread, int registers, const void* code) {
   auto complete = [](Cta&, Thread*, void* const(&)[32]) {};
   thread.cta->with_warp(thread, "setmaxnreg.inc", nullptr, complete, code);
   Warp& warp = warp_of(thread);

@@ -26,8 +26,8 @@ class Warpgroups {
   void multiply(Thread& thread, const AsyncProduct& product, const void* code);
   void commit(Thread& thread, const void* code);
   void wait(Thread& thread, int groups_in_flight, const void* code);
-  void give_back_registers(Thread& thread, int registers, const void* code);
-  void take_registers(Thread& thread, int registers, const void* code);
+  void register_dealloc(Thread& thread, int registers, const void* code);
+  void register_alloc(Thread& thread, int registers, const void* code);
 
  private:
   struct Product {

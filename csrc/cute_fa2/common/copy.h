@@ -60,8 +60,8 @@ class TileLoader {
 
   // The same of the query rows of `view` that begin with `row0`.
   template <class View, class Target>
-  CUTE_DEVICE void load_rows(const View& view, const QueryRows& query_rows, TileCoord tile,
-                             int row0, int len_q, Target&& target) const {
+  CUTE_DEVICE void load_rows(const View& view, const PackGqa& pack_gqa, TileCoord tile, int row0,
+                             int len_q, Target&& target) const {
     using namespace cute;
     using Element = typename std::remove_reference_t<Target>::value_type;
     const auto thread_copy = GmemCopy{}.get_slice(thread_);
@@ -70,7 +70,7 @@ class TileLoader {
     auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));
     constexpr int kRows = decltype(size<1>(to))::value;
     constexpr int kStep = decltype(size<0>(TileShape{}))::value / kRows;
-    query_rows.walk<const Element, kRows, kStep>(
+    pack_gqa.walk<const Element, kRows, kStep>(
         view, tile, row0 + static_cast<int>(get<0>(at(0, 0, 0))), len_q,
         [&](int r, const Element* source, bool exists) {
           CUTE_UNROLL
@@ -88,7 +88,7 @@ class TileLoader {
   CUTE_DEVICE void multiply(Target&& target, float factor) const {
     using namespace cute;
     using Element = typename std::remove_reference_t<Target>::value_type;
-    const auto thread_copy = GmemCopy{}.get_slice(platform::computed_here(thread_));
+    const auto thread_copy = GmemCopy{}.get_slice(platform::rematerialize(thread_));
     auto mine = thread_copy.partition_D(target);  // (8, rows, columns)
     CUTE_UNROLL
     for (int i = 0; i < size(mine); ++i) mine(i) = Element(float(mine(i)) * factor);
@@ -109,14 +109,13 @@ enum class KeptAddresses {
 // Where the main loop gets its K and V tiles from: first those of any block, then those of the one
 // before it, and so on. This one reads plain (batch, heads, rows, head_dim) tensors.
 template <class Traits, KeptAddresses kKept>
-class DenseKeysValues {
+class DenseKV {
   using Element = typename Traits::Element;
   using ShapeK = typename Traits::ShapeK;
   using ShapeV = typename Traits::ShapeV;
 
  public:
-  CUTE_DEVICE DenseKeysValues(const FwdParams& params, int batch, int kv_head, int len_k,
-                              unsigned thread)
+  CUTE_DEVICE DenseKV(const FwdParams& params, int batch, int kv_head, int len_k, unsigned thread)
       : params_(params),
         thread_(thread),
         len_k_(len_k),
@@ -135,12 +134,12 @@ class DenseKeysValues {
   // The tile of block `n_block`, of which all rows exist if kIsWhole: those of the last block may
   // not.
   template <bool kIsWhole, class Target>
-  CUTE_DEVICE void load_keys(int n_block, Target&& target) {
+  CUTE_DEVICE void load_k(int n_block, Target&& target) {
     load<kIsWhole, ShapeK>(keys_, params_.k.stride_row, n_block, target);
   }
   // Rows past the last key become zeros: their weight is 0, but 0 x NaN would be NaN.
   template <bool kIsWhole, class Target>
-  CUTE_DEVICE void load_values(int n_block, Target&& target) {
+  CUTE_DEVICE void load_v(int n_block, Target&& target) {
     load<kIsWhole, ShapeV>(values_, params_.v.stride_row, n_block, target);
   }
 
@@ -161,12 +160,12 @@ class DenseKeysValues {
   CUTE_DEVICE void load(const Element*& place, int64_t stride_row, int n_block, Target&& target) {
     const int rows = len_k_ - n_block * kRows<Shape>;
     const unsigned thread =
-        kKept == KeptAddresses::kThreadAndTarget ? thread_ : platform::computed_here(thread_, rows);
+        kKept == KeptAddresses::kThreadAndTarget ? thread_ : platform::rematerialize(thread_, rows);
     const Loader<Shape> loader(thread, params_.head_dim);
     if constexpr (kKept == KeptAddresses::kHead) {
       // A multiple of the stride, kept through the loop, would hold registers.
-      const int64_t stride_here = platform::computed_here(stride_row);
-      const Element* source = platform::computed_here(loader.find(place, stride_here, n_block));
+      const int64_t stride_here = platform::rematerialize(stride_row);
+      const Element* source = platform::rematerialize(loader.find(place, stride_here, n_block));
       loader.template load<kIsWhole>(source, stride_here, target, rows);
     } else {
       loader.template load<kIsWhole>(place, stride_row, target, rows);

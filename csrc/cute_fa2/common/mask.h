@@ -20,20 +20,20 @@ struct BlockRange {
 template <MaskKind kKind>
 class Mask {
  public:
-  CUTE_HOST_DEVICE Mask(const FwdParams& params, Sequence sequence, const QueryRows& query_rows)
+  CUTE_HOST_DEVICE Mask(const FwdParams& params, Sequence sequence, const PackGqa& pack_gqa)
       : key_begin_(sequence.key_begin),
         key_end_(sequence.key_end),
         band_begin_(params.band_begin),
         band_end_(params.band_end),
-        query_rows_(query_rows) {}
+        pack_gqa_(pack_gqa) {}
 
   CUTE_HOST_DEVICE int begin(int row) const {
     return kKind == MaskKind::kFull ? key_begin_
-                                    : cute::max(key_begin_, query_rows_.query(row) + band_begin_);
+                                    : cute::max(key_begin_, pack_gqa_.query(row) + band_begin_);
   }
   CUTE_HOST_DEVICE int end(int row) const {
     return kKind == MaskKind::kFull ? key_end_
-                                    : cute::min(key_end_, query_rows_.query(row) + band_end_);
+                                    : cute::min(key_end_, pack_gqa_.query(row) + band_end_);
   }
 
   // The key blocks of which any of the rows [row_begin, row_end) sees a key; empty (end <= begin)
@@ -51,7 +51,7 @@ class Mask {
   // Whether an edge of any row's interval runs through the tile of `rows` x `keys` at
   // (row_origin, key_origin), so that its elements need a test.
   CUTE_DEVICE bool cuts(int row_origin, int rows, int key_origin, int keys) const {
-    row_origin = platform::computed_here(row_origin, key_origin);
+    row_origin = platform::rematerialize(row_origin, key_origin);
     return end(row_origin) < key_origin + keys || begin(row_origin + rows - 1) > key_origin;
   }
 
@@ -62,7 +62,7 @@ class Mask {
   CUTE_DEVICE void apply(Scores& scores, const Coords& coords, const Offsets& offsets,
                          int row_origin, int rows, int key_origin, int keys) const {
     // Few blocks need this: what is computed on the way must not cost the others registers.
-    row_origin = platform::computed_here(row_origin);
+    row_origin = platform::rematerialize(row_origin);
     // Coordinates may be unsigned; what they are compared with may be below 0.
     const auto row_of = [](auto coord) { return static_cast<int>(cute::get<0>(coord)); };
     const auto key_of = [](auto coord) { return static_cast<int>(cute::get<1>(coord)); };
@@ -96,7 +96,7 @@ class Mask {
   int key_end_;
   int band_begin_;
   int band_end_;
-  QueryRows query_rows_;  // of two rows the later one's query is no earlier
+  PackGqa pack_gqa_;  // of two rows the later one's query is no earlier
 };
 
 }  // namespace flash_cute

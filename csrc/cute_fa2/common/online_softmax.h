@@ -15,7 +15,7 @@ namespace flash_cute {
 // whether the predicate is true for any of the threads that branch together, here a warp; `meet`
 // stands in its place where there is nothing to ask (it may be a barrier). `max`, `sum`: over a
 // row's holders, each of whom gets the result.
-struct RowsOfQuads {
+struct QuadAllreduce {
   static CUTE_DEVICE bool any(bool predicate) { return platform::any_in_warp(predicate); }
   static CUTE_DEVICE void meet() {}
 
@@ -64,7 +64,7 @@ class Reference {
   }
 
   // The log-sum-exp (natural logarithm) of a row; -inf without a key.
-  CUTE_DEVICE float lse(RowStatistics row) const {
+  CUTE_DEVICE float lse(RowStats row) const {
     constexpr float kLn2 = 0.693147180559945309f;
     const float log2_weight =
         kAnyScale && params_.subtract_max_first ? row.limit * params_.scale_log2 : of(row.limit);
@@ -78,7 +78,7 @@ class Reference {
   const FwdParams& params_;  // read where needed: a constant-bank operand costs no register
 };
 
-// The running statistics of kRows rows. The reference is c times the row's maximum as it was when
+// The running stats of kRows rows. The reference is c times the row's maximum as it was when
 // last raised: it follows the maximum only where a weight would exceed 2^kSlackLog2, as each rise
 // costs a rescaling of O. Several threads hold each row (`holders`): the reference is that of the
 // whole row, the sum that of the thread's own columns until `normalize`.
@@ -126,7 +126,7 @@ class OnlineSoftmax {
   // before this block's is added to it; while `out` is 0 that may be left out. `weigh` replaces the
   // scores by their weights; they have to be those that `raise` has had, which may have subtracted
   // the maximum. `scores` and `out` are matrices of (kRows, columns), or of consecutive rows,
-  // the first of which is kFirstRow; the statistics of the others stay as they are.
+  // the first of which is kFirstRow; the stats of the others stay as they are.
   template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE bool may_rise(const Scores& scores) const {
     bool result = false;
@@ -148,7 +148,7 @@ class OnlineSoftmax {
   }
 
   // In the first block of a tile (`is_first`) no row has seen a score before, and all rise.
-  template <int kFirstRow = 0, class Scores, class Holders = RowsOfQuads>
+  template <int kFirstRow = 0, class Scores, class Holders = QuadAllreduce>
   CUTE_DEVICE bool raise(Scores& scores, bool may_rise, bool is_first,
                          const Holders& holders = {}) {
     // Each row decides for itself, so that its result does not depend on its neighbours; all decide
@@ -224,15 +224,15 @@ class OnlineSoftmax {
 
   // Exponentials that stand before it stay before what follows, which ptxas would else move ahead
   // of some of them: a branch that reads every sum. None is below 0, which ptxas does not know.
-  CUTE_DEVICE void finish_weighing() const {
+  CUTE_DEVICE void fence_exp2() const {
     float least = sum_[0];
     CUTE_UNROLL
     for (int r = 1; r < kRows; ++r) least = fminf(least, sum_[r]);
-    platform::keep_order(platform::any_in_warp(least < 0.f) ? -1 : 0);
+    platform::schedule_fence(platform::any_in_warp(least < 0.f) ? -1 : 0);
   }
 
   // Divides `out` by the rows' sums. A row without a key has a sum of 0 and gets out = 0.
-  template <class Out, class Holders = RowsOfQuads>
+  template <class Out, class Holders = QuadAllreduce>
   CUTE_DEVICE void normalize(Out& out, const Holders& holders = {}) {
     holders.sum(sum_);
     bool has_keyless = false;
@@ -256,9 +256,9 @@ class OnlineSoftmax {
 
   // After `normalize`, of row `row`, which threads choose each for itself: what it has come to, and
   // its log-sum-exp.
-  CUTE_DEVICE float lse(int row) const { return reference_.lse(statistics(row)); }
-  CUTE_DEVICE RowStatistics statistics(int row) const {
-    RowStatistics result{limit_[0], sum_[0]};
+  CUTE_DEVICE float lse(int row) const { return reference_.lse(stats(row)); }
+  CUTE_DEVICE RowStats stats(int row) const {
+    RowStats result{limit_[0], sum_[0]};
     CUTE_UNROLL
     for (int r = 1; r < kRows; ++r) {
       result.limit = r == row ? limit_[r] : result.limit;

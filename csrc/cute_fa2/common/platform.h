@@ -20,13 +20,13 @@ namespace flash_cute::platform {
 
 // Unsigned, as layouts divide it and the division of a signed number takes more instructions.
 CUTE_DEVICE unsigned thread_index() { return threadIdx.x; }
-CUTE_DEVICE int block_index() { return blockIdx.x; }
+CUTE_DEVICE int cta_index() { return blockIdx.x; }
 
 // A barrier of all threads of the block, which also makes their shared-memory accesses visible to
 // each other.
-CUTE_DEVICE void sync_block() { __syncthreads(); }
+CUTE_DEVICE void sync_cta() { __syncthreads(); }
 // The same, and whether the predicate holds for any of them.
-CUTE_DEVICE bool sync_block_or(bool predicate) { return __syncthreads_or(predicate); }
+CUTE_DEVICE bool sync_cta_or(bool predicate) { return __syncthreads_or(predicate); }
 
 // Of a float or a 32-bit integer.
 template <class Word>
@@ -38,7 +38,7 @@ CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, pr
 
 // A value that is the same for all threads of the warp, with the compiler told so: it can then keep
 // it, and what is computed from it, in registers that the warp shares.
-CUTE_DEVICE int same_in_warp(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+CUTE_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // 2^x to about 2 ulp, denormal results flushed to zero: one instruction of the special-function
 // unit.
@@ -60,30 +60,30 @@ CUTE_DEVICE float reciprocal(float x) {
 // The same value, with its origin hidden from the compiler: what is computed from it is computed
 // where it stands, not ahead of the loop, where it would hold a register.
 template <class Integer>
-CUTE_DEVICE Integer computed_here(Integer value) {
+CUTE_DEVICE Integer rematerialize(Integer value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-CUTE_DEVICE int64_t computed_here(int64_t value) {
+CUTE_DEVICE int64_t rematerialize(int64_t value) {
   asm volatile("" : "+l"(value));
   return value;
 }
 template <class T>
-CUTE_DEVICE T* computed_here(T* pointer) {
+CUTE_DEVICE T* rematerialize(T* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }
 // Hidden from ptxas as well, which sees through the former: it does not know that `changing` is
 // never negative. Within a loop it is to be another in each pass.
 template <class Integer>
-CUTE_DEVICE Integer computed_here(Integer value, int changing) {
-  return computed_here(value) + (changing >> 31);
+CUTE_DEVICE Integer rematerialize(Integer value, int changing) {
+  return rematerialize(value) + (changing >> 31);
 }
 
 // Products and exponentials that stand before it stay before those behind: a branch, which ptxas
 // moves none across (tests/test_machine_code.py looks). It is never taken, as `changing` is not
 // negative, which ptxas does not know; in a loop it is to be another in each pass.
-CUTE_DEVICE void keep_order(int changing) {
+CUTE_DEVICE void schedule_fence(int changing) {
   if (changing < 0) __trap();
 }
 

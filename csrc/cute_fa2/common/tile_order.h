@@ -24,15 +24,15 @@ class TileOrder {
  public:
   // `section` counts heads of K and V, with which come the query heads that share them. The last
   // tile of a head works as long as one of `last_rows` rows.
-  static TileOrder make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
+  static TileOrder make(const FwdParams& params, const PackGqa& pack_gqa, MaskKind mask,
                         int block_m, int last_rows, int section) {
-    const int row_count = query_rows.count(params.len_q);
-    const int m_blocks = query_rows.m_blocks(params.len_q, block_m);
-    const int heads = query_rows.heads() * params.batch * params.splits.count;
-    section *= query_rows.heads_per_kv_head();
+    const int row_count = pack_gqa.count(params.len_q);
+    const int m_blocks = pack_gqa.m_blocks(params.len_q, block_m);
+    const int heads = pack_gqa.heads() * params.batch * params.splits.count;
+    section *= pack_gqa.group_size();
 
     // Of a tile if it had `tile_rows`: rows by keys.
-    const Mask<MaskKind::kBanded> band(params, Sequence(params), query_rows);
+    const Mask<MaskKind::kBanded> band(params, Sequence(params), pack_gqa);
     const auto work = [&](int m_block, int64_t tile_rows) {
       const int row0 = m_block * block_m, row_end = std::min(row0 + block_m, row_count);
       return tile_rows * (mask == MaskKind::kFull
@@ -53,7 +53,7 @@ class TileOrder {
     order.first_section_ = cutlass::FastDivmod((heads - 1) % section + 1);
     order.section_ = cutlass::FastDivmod(section);
     order.section_tiles_ = cutlass::FastDivmod(section * m_blocks);
-    order.heads_ = cutlass::FastDivmod(query_rows.heads());
+    order.heads_ = cutlass::FastDivmod(pack_gqa.heads());
     order.batch_ = cutlass::FastDivmod(params.batch);
     return order;
   }

@@ -39,7 +39,7 @@ CUTE_DEVICE void sync_warp() { __syncwarp(); }
 // stmatrix: four 8 x 8 matrices of 2-byte elements to shared memory. Of each, a lane has two
 // neighbouring elements of row lane / 4; `row` is where 16 bytes go: row lane % 8 of matrix
 // lane / 8.
-CUTE_DEVICE void store_matrices(void* row, const uint32_t (&words)[4]) {
+CUTE_DEVICE void stmatrix(void* row, const uint32_t (&words)[4]) {
   cute::SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3],
                                 *static_cast<cute::uint128_t*>(row));
 }
@@ -75,11 +75,11 @@ class Barrier {
 };
 
 // Before a __syncthreads, after which all threads and copies may use the initialised barriers.
-CUTE_DEVICE void publish_barriers() { cutlass::arch::fence_barrier_init(); }
+CUTE_DEVICE void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
 
 // A box of a tensor to shared memory, in one thread's name. What lies outside of the tensor becomes
 // zeros. `arrival` is told of the bytes. The coordinates are those of make_tensor_map.
-CUTE_DEVICE void load_box(const CUtensorMap& map, void* target, Barrier& arrival, int column,
+CUTE_DEVICE void tma_load(const CUtensorMap& map, void* target, Barrier& arrival, int column,
                           int in_group, int row, int head, int batch) {
   cute::SM90_TMA_LOAD_5D::copy(&map, arrival.state(),
                                static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
@@ -88,36 +88,40 @@ CUTE_DEVICE void load_box(const CUtensorMap& map, void* target, Barrier& arrival
 
 // A box of a tensor from shared memory, in one thread's name; of what lies outside of the tensor
 // nothing is written. It reads what threads have shown to the copy engine before a barrier. Boxes
-// since the last commit form a group, and `wait_boxes<N>` returns when at most the thread's N
+// since the last commit form a group, and `tma_store_wait<N>` returns when at most the thread's N
 // newest groups have shared memory still to read.
-CUTE_DEVICE void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-CUTE_DEVICE void store_box(const CUtensorMap& map, const void* source, int column, int in_group,
+CUTE_DEVICE void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+CUTE_DEVICE void tma_store(const CUtensorMap& map, const void* source, int column, int in_group,
                            int row, int head, int batch) {
   cute::SM90_TMA_STORE_5D::copy(&map, source, column, in_group, row, head, batch);
 }
-CUTE_DEVICE void commit_boxes() { cute::tma_store_arrive(); }
+CUTE_DEVICE void tma_store_commit() { cute::tma_store_arrive(); }
 template <int kGroupsReading>
-CUTE_DEVICE void wait_boxes() {
+CUTE_DEVICE void tma_store_wait() {
   cute::tma_store_wait<kGroupsReading>();
 }
-CUTE_DEVICE void prefetch_map(const CUtensorMap& map) { cute::prefetch_tma_descriptor(&map); }
+CUTE_DEVICE void prefetch_tensor_map(const CUtensorMap& map) {
+  cute::prefetch_tma_descriptor(&map);
+}
 
 // Two warpgroups meet at one of the block's sixteen barriers: one goes on at once, the other once
 // both are there.
-CUTE_DEVICE void arrive_at(int barrier) {
+CUTE_DEVICE void named_barrier_arrive(int barrier) {
   cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, static_cast<uint32_t>(barrier));
 }
-CUTE_DEVICE void wait_at(int barrier) {
+CUTE_DEVICE void named_barrier_sync(int barrier) {
   cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, static_cast<uint32_t>(barrier));
 }
 
 // Registers of each of a warpgroup's threads, fewer and more.
 template <int kRegisters>
-CUTE_DEVICE void give_back_registers() {
+CUTE_DEVICE void register_dealloc() {
   cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
 }
 template <int kRegisters>
-CUTE_DEVICE void take_registers() {
+CUTE_DEVICE void register_alloc() {
   cutlass::arch::warpgroup_reg_alloc<kRegisters>();
 }
 
@@ -126,23 +130,21 @@ CUTE_DEVICE void take_registers() {
 template <int kColumns>
 using MmaShape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
 template <class Element, int kColumns>
-using MmaFromShared =
-    decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, MmaShape<kColumns>,
-                                              cute::SM90::GMMA::Major::K,
-                                              cute::SM90::GMMA::Major::K>());
+using MmaSS = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, MmaShape<kColumns>,
+                                                        cute::SM90::GMMA::Major::K,
+                                                        cute::SM90::GMMA::Major::K>());
 template <class Element, int kColumns>
-using MmaFromRegisters =
-    decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, MmaShape<kColumns>,
-                                              cute::SM90::GMMA::Major::K,
-                                              cute::SM90::GMMA::Major::MN>());
+using MmaRS = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, MmaShape<kColumns>,
+                                                        cute::SM90::GMMA::Major::K,
+                                                        cute::SM90::GMMA::Major::MN>());
 
-// Products run beside the threads that issue them: those issued between `begin_products`, which
-// hands over the registers written so far, and `commit_products` form a group, and
-// `wait_products<N>` returns when at most the N newest groups are still under way.
-CUTE_DEVICE void begin_products() { cute::warpgroup_arrive(); }
-CUTE_DEVICE void commit_products() { cute::warpgroup_commit_batch(); }
+// Products run beside the threads that issue them: those issued between `wgmma_fence`, which
+// hands over the registers written so far, and `wgmma_commit` form a group, and
+// `wgmma_wait<N>` returns when at most the N newest groups are still under way.
+CUTE_DEVICE void wgmma_fence() { cute::warpgroup_arrive(); }
+CUTE_DEVICE void wgmma_commit() { cute::warpgroup_commit_batch(); }
 template <int kGroupsInFlight>
-CUTE_DEVICE void wait_products() {
+CUTE_DEVICE void wgmma_wait() {
   cute::warpgroup_wait<kGroupsInFlight>();
 }
 

@@ -19,7 +19,7 @@ class SharedOperand {
   // Of the first tile, (1, 1, K / 16).
   explicit CUTE_DEVICE SharedOperand(const Fragment& fragment) : first_(fragment.data()) {
     uint32_t& low = first_.desc_.reg32_[0];
-    low = platform::same_in_warp(static_cast<int>(low));
+    low = platform::warp_uniform(static_cast<int>(low));
   }
 
   // fragment(_, _, k) of a tile, (1, 1). The sum of 64 bits is one instruction (UIADD3.64), but not

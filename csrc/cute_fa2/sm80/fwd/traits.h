@@ -16,7 +16,7 @@
 
 namespace flash_cute::sm80 {
 
-template <DType kDType, FwdConfig kConfig>
+template <DType kDType, FwdConfigSm80 kConfig>
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
@@ -31,13 +31,13 @@ struct FwdTraits {
   // head dims 64 to 128 that is 1% faster (csrc/cute_fa2/README.md), at 256 3% slower.
   static constexpr int kMinBlocks = kConfig.head_dim <= 128 ? 2 : 0;
   // S of the next key block is computed while the softmax of this one is done
-  // (`weigh_and_multiply` in fwd_mainloop.h).
-  static constexpr bool kScoresAhead = kConfig.scores_ahead;
+  // (`softmax_and_gemms` in fwd_mainloop.h).
+  static constexpr bool kPipelinedQk = kConfig.pipelined_qk;
   static constexpr int kStages = kConfig.stages();
   static constexpr int kRowWarps = kConfig.row_warps;
   static constexpr int kColumnWarps = kConfig.column_warps;
   static constexpr bool kSharesRows = kColumnWarps > 1;
-  static_assert(!(kScoresAhead && kSharesRows));
+  static_assert(!(kPipelinedQk && kSharesRows));
 
   using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;
   using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;

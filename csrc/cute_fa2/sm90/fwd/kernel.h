@@ -2,17 +2,17 @@
 // each tile the main loop and the epilogue.
 #pragma once
 
-#include "common/layout.h"
+#include "common/fragment.h"
 #include "common/platform.h"
 #include "common/sequence.h"
-#include "sm90/arguments.h"
-#include "sm90/fwd_epilogue.h"
-#include "sm90/fwd_mainloop.h"
-#include "sm90/fwd_producer.h"
+#include "sm90/fwd/arguments.h"
+#include "sm90/fwd/epilogue.h"
+#include "sm90/fwd/mainloop.h"
+#include "sm90/fwd/producer.h"
+#include "sm90/fwd/traits.h"
 #include "sm90/hopper.h"
-#include "sm90/rings.h"
-#include "sm90/schedule.h"
-#include "sm90/traits.h"
+#include "sm90/pipeline.h"
+#include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {
 
@@ -26,27 +26,27 @@ struct FwdKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     if (hopper::is_first_thread()) {
-      hopper::prefetch_map(arguments.q);
-      hopper::prefetch_map(arguments.k);
-      hopper::prefetch_map(arguments.v);
-      hopper::prefetch_map(arguments.out);
-      Rings<Traits, kMask>::init_barriers(smem);
-      hopper::publish_barriers();
+      hopper::prefetch_tensor_map(arguments.q);
+      hopper::prefetch_tensor_map(arguments.k);
+      hopper::prefetch_tensor_map(arguments.v);
+      hopper::prefetch_tensor_map(arguments.out);
+      Pipeline<Traits, kMask>::init_barriers(smem);
+      hopper::fence_barrier_init();
     }
-    platform::sync_block();  // the barriers are there, for all threads
+    platform::sync_cta();  // the barriers are there, for all threads
 
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
-      hopper::give_back_registers<Traits::kConfig.producer_registers()>();
+      hopper::register_dealloc<Traits::kConfig.producer_registers()>();
       if (hopper::is_first_thread()) {
         Producer producer(arguments, smem);
-        producer.run(Schedule::Tiles(platform::block_index()));
+        producer.run(TileScheduler::Tiles(platform::cta_index()));
       }
     } else {
-      hopper::take_registers<Traits::kConfig.consumer_registers()>();
+      hopper::register_alloc<Traits::kConfig.consumer_registers()>();
       const int index = warpgroup - 1;
       Mainloop mainloop(arguments, smem, index);
-      mainloop.run([&](Tile tile, int row0, auto& softmax, auto& tOrO) {
+      mainloop.run([&](WorkTile tile, int row0, auto& softmax, auto& tOrO) {
         auto out = as_matrix(tOrO);  // (rows, columns)
         softmax.normalize(out);
         const int len_q = Sequence(arguments.params).len_q;

@@ -7,11 +7,11 @@
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "common/tile.h"
-#include "sm80/arguments.h"
-#include "sm80/fwd_epilogue.h"
-#include "sm80/fwd_mainloop.h"
-#include "sm80/row_holders.h"
-#include "sm80/traits.h"
+#include "sm80/fwd/arguments.h"
+#include "sm80/fwd/epilogue.h"
+#include "sm80/fwd/mainloop.h"
+#include "sm80/fwd/traits.h"
+#include "sm80/row_allreduce.h"
 
 namespace flash_cute::sm80 {
 
@@ -22,35 +22,34 @@ struct FwdKernel {
   // As many as are faster (README.md): with more, ptxas finds a worse order of instructions, or
   // spills.
   static constexpr KeptAddresses kKeptAddresses =
-      Traits::kScoresAhead                                    ? KeptAddresses::kThreadAndTarget
+      Traits::kPipelinedQk                                    ? KeptAddresses::kThreadAndTarget
       : kMask == MaskKind::kBanded && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
                                                               : KeptAddresses::kHead;
-  using KeysValues = DenseKeysValues<Traits, kKeptAddresses>;
-  using Mainloop = FwdMainloop<Traits, kMask, KeysValues>;
+  using KVSource = DenseKV<Traits, kKeptAddresses>;
+  using Mainloop = FwdMainloop<Traits, kMask, KVSource>;
   using Epilogue = FwdEpilogue<Traits>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     using namespace cute;
     const FwdParams& params = arguments.params;
-    const QueryRows& query_rows = arguments.query_rows;
-    const TileCoord tile = tile_of(arguments, platform::block_index());
+    const PackGqa& pack_gqa = arguments.pack_gqa;
+    const TileCoord tile = tile_of(arguments, platform::cta_index());
     const Sequence sequence(params, tile.split);
-    const Mask<kMask> mask(params, sequence, query_rows);
+    const Mask<kMask> mask(params, sequence, pack_gqa);
 
-    KeysValues keys_values(params, tile.batch,
-                           platform::same_in_warp(query_rows.kv_head(tile.head)), sequence.len_k,
-                           platform::thread_index());
+    KVSource kv_source(params, tile.batch, platform::warp_uniform(pack_gqa.kv_head(tile.head)),
+                       sequence.len_k, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
     typename Mainloop::Softmax softmax(params);
-    Mainloop(arguments, tile, keys_values, mask, sequence.len_q, smem, softmax).run(tOrO);
+    Mainloop(arguments, tile, kv_source, mask, sequence.len_q, smem, softmax).run(tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
-    softmax.normalize(out, row_holders<Traits>(smem, platform::thread_index()));
+    softmax.normalize(out, row_allreduce<Traits>(smem, platform::thread_index()));
     // Where the tile is, worked out again: it would hold registers all along.
     const TileCoord done =
-        tile_of(arguments, platform::computed_here(platform::block_index(), sequence.len_q));
+        tile_of(arguments, platform::rematerialize(platform::cta_index(), sequence.len_q));
     if (params.splits.count == 1) {
       Epilogue::run(arguments, done, sequence.len_q, smem, tOrO, softmax);
     } else {
@@ -60,9 +59,9 @@ struct FwdKernel {
 
  private:
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int block) {
-    const TileCoord tile = arguments.schedule.tile(block);
-    return {platform::same_in_warp(tile.m_block), platform::same_in_warp(tile.head),
-            platform::same_in_warp(tile.batch), platform::same_in_warp(tile.split)};
+    const TileCoord tile = arguments.scheduler.tile(block);
+    return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
+            platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }
 };
 

@@ -4,10 +4,10 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/layout.h"
+#include "common/fragment.h"
 #include "common/platform.h"
 #include "common/tile.h"
-#include "sm80/arguments.h"
+#include "sm80/fwd/arguments.h"
 
 namespace flash_cute::sm80 {
 
@@ -24,7 +24,7 @@ struct FwdEpilogue {
                               const Softmax& softmax) {
     using namespace cute;
     const FwdParams& params = arguments.params;
-    const QueryRows& query_rows = arguments.query_rows;
+    const PackGqa& pack_gqa = arguments.pack_gqa;
     const int row0 = tile.m_block * Traits::kBlockM;
     const int thread = platform::thread_index();
     using SmemLayoutO = typename Traits::SmemLayoutO;
@@ -38,18 +38,18 @@ struct FwdEpilogue {
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
-    visit_rows<Softmax>(query_rows, row0, len_q, tOcO, [&](int row, int mine) {
-      *query_rows.find<float>(params.lse, tile, row) = softmax.lse(mine);
+    visit_rows<Softmax>(pack_gqa, row0, len_q, tOcO, [&](int row, int mine) {
+      *pack_gqa.find<float>(params.lse, tile, row) = softmax.lse(mine);
     });
 
-    platform::sync_block();  // O is in shared memory, from all warps
+    platform::sync_cta();  // O is in shared memory, from all warps
     typename Traits::GmemCopyO gmem_copy;
     auto thread_copy = gmem_copy.get_slice(thread);
     auto from = thread_copy.partition_S(sO);  // (8, rows, columns)
     // (8, rows, columns) -> (row, column)
     auto at = thread_copy.partition_S(make_identity_tensor(ShapeO{}));
     constexpr int kRows = decltype(size<1>(from))::value;
-    query_rows.walk<ElementOut, kRows, Traits::kBlockM / kRows>(
+    pack_gqa.walk<ElementOut, kRows, Traits::kBlockM / kRows>(
         params.out, tile, row0 + static_cast<int>(get<0>(at(0, 0, 0))), len_q,
         [&](int r, ElementOut* out, bool exists) {
           CUTE_UNROLL
@@ -62,26 +62,26 @@ struct FwdEpilogue {
         });
   }
 
-  // The same of a part of the keys: O in fp32, straight from registers, and the rows' statistics.
+  // The same of a part of the keys: O in fp32, straight from registers, and the rows' stats.
   template <class Out, class Softmax>
   static CUTE_DEVICE void run_split(const Arguments& arguments, TileCoord tile, int len_q,
                                     Out& tOrO, const Softmax& softmax) {
     using namespace cute;
     const FwdParams& params = arguments.params;
-    const QueryRows& query_rows = arguments.query_rows;
+    const PackGqa& pack_gqa = arguments.pack_gqa;
     const int row0 = tile.m_block * Traits::kBlockM;
     tile.batch += tile.split * params.batch;
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(platform::thread_index()).partition_C(make_identity_tensor(ShapeO{})));
-    visit_rows<Softmax>(query_rows, row0, len_q, tOcO, [&](int row, int mine) {
-      *query_rows.find<RowStatistics>(params.splits.rows, tile, row) = softmax.statistics(mine);
+    visit_rows<Softmax>(pack_gqa, row0, len_q, tOcO, [&](int row, int mine) {
+      *pack_gqa.find<RowStats>(params.splits.rows, tile, row) = softmax.stats(mine);
     });
     auto out = as_matrix(tOrO);  // (rows, columns)
     CUTE_UNROLL
     for (int r = 0; r < size<0>(out); ++r) {
       const int row = row0 + static_cast<int>(get<0>(tOcO(r, 0)));
-      const bool exists = query_rows.exists(row, len_q);
-      float* to = query_rows.find<float>(params.splits.out, tile, row);
+      const bool exists = pack_gqa.exists(row, len_q);
+      float* to = pack_gqa.find<float>(params.splits.out, tile, row);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); c += 2) {
         const int column = get<1>(tOcO(r, c));
@@ -100,14 +100,14 @@ struct FwdEpilogue {
   // Calls visit(row, which of the thread's rows it is) for the rows that this thread is to say
   // something of: of the four who hold the first columns, each has one of their two or four rows.
   template <class Softmax, class Coords, class Visit>
-  static CUTE_DEVICE void visit_rows(const QueryRows& query_rows, int row0, int len_q,
+  static CUTE_DEVICE void visit_rows(const PackGqa& pack_gqa, int row0, int len_q,
                                      const Coords& tOcO, const Visit& visit) {
     using namespace cute;
     static_assert(Softmax::kRows <= 4);
     const int mine = static_cast<int>(get<1>(tOcO(0, 0))) / 2;
     if (mine >= Softmax::kRows) return;
     const int row = row0 + static_cast<int>(get<0>(tOcO(mine, 0)));
-    if (query_rows.exists(row, len_q)) visit(row, mine);
+    if (pack_gqa.exists(row, len_q)) visit(row, mine);
   }
 };
 

@@ -4,12 +4,12 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/layout.h"
+#include "common/fragment.h"
 #include "common/platform.h"
 #include "common/tile.h"
-#include "sm90/arguments.h"
+#include "sm90/fwd/arguments.h"
 #include "sm90/hopper.h"
-#include "sm90/schedule.h"
+#include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {
 
@@ -23,11 +23,11 @@ struct FwdEpilogue {
   // Of a consumer's rows, which begin with `row0`.
   // tOrO  ((2, 2, kHeadDimV / 8), 1, 1), normalised
   template <class Out, class Softmax>
-  static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, Tile tile,
+  static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, WorkTile tile,
                               int consumer, int row0, int len_q, const Out& tOrO,
                               const Softmax& softmax) {
     using namespace cute;
-    const QueryRows& query_rows = arguments.query_rows;
+    const PackGqa& pack_gqa = arguments.pack_gqa;
     const int warp = hopper::warp_in_warpgroup();
     const int lane = hopper::thread_in_warpgroup() % 32;
     row0 += warp * Traits::kWarpRows;
@@ -35,8 +35,8 @@ struct FwdEpilogue {
     const int mine = lane % 4;
     if (mine < Softmax::kRows) {  // each of two lanes has one of the rows
       const int row = row0 + lane / 4 + 8 * mine;
-      if (query_rows.exists(row, len_q)) {
-        *query_rows.find<float>(arguments.params.lse, tile, row) = softmax.lse(mine);
+      if (pack_gqa.exists(row, len_q)) {
+        *pack_gqa.find<float>(arguments.params.lse, tile, row) = softmax.lse(mine);
       }
     }
 
@@ -44,7 +44,7 @@ struct FwdEpilogue {
         Int<decltype(size(tOrO))::value / 2>{});
     convert_to_words<ElementOut>(tOrO, words);
     // Of 16 columns, the chunk of 8 that this lane names, as the first of the strip lies.
-    const int first = typename Traits::SmemLayoutOut{}(lane % 16, lane / 16 * 8);
+    const int first = typename Traits::SmemLayoutO{}(lane % 16, lane / 16 * 8);
     CUTE_UNROLL
     for (int strip = 0; strip < Traits::kHeadDimV / kStrip; ++strip) {
       ElementOut* staged = smem.out[consumer][warp][strip % kOutStrips];
@@ -58,25 +58,25 @@ struct FwdEpilogue {
         uint32_t block[4];  // (2 rows, 2 x 8 columns)
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) block[i] = words((strip * kStrip + column) / 4 + i);
-        hopper::store_matrices(staged + (first ^ column), block);
+        hopper::stmatrix(staged + (first ^ column), block);
       }
-      hopper::show_to_copies();
+      hopper::fence_async_proxy();
       hopper::sync_warp();
       if (lane == 0) {
-        hopper::store_box(arguments.out, staged, strip * kStrip, query_rows.in_group(row0),
-                          query_rows.query(row0), tile.head, tile.batch);
-        hopper::commit_boxes();
+        hopper::tma_store(arguments.out, staged, strip * kStrip, pack_gqa.in_group(row0),
+                          pack_gqa.query(row0), tile.head, tile.batch);
+        hopper::tma_store_commit();
       }
     }
   }
 
-  // The same of a part of the keys: O in fp32, straight from registers, and the rows' statistics.
+  // The same of a part of the keys: O in fp32, straight from registers, and the rows' stats.
   template <class Out, class Softmax>
-  static CUTE_DEVICE void run_split(const Arguments& arguments, Tile tile, int row0, int len_q,
+  static CUTE_DEVICE void run_split(const Arguments& arguments, WorkTile tile, int row0, int len_q,
                                     Out& tOrO, const Softmax& softmax) {
     using namespace cute;
     const FwdParams& params = arguments.params;
-    const QueryRows& query_rows = arguments.query_rows;
+    const PackGqa& pack_gqa = arguments.pack_gqa;
     const int lane = hopper::thread_in_warpgroup() % 32;
     const int mine = lane % 4;
     row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows + lane / 4;
@@ -84,11 +84,11 @@ struct FwdEpilogue {
     CUTE_UNROLL
     for (int r = 0; r < Softmax::kRows; ++r) {
       const int row = row0 + 8 * r;
-      if (!query_rows.exists(row, len_q)) continue;
+      if (!pack_gqa.exists(row, len_q)) continue;
       if (r == mine) {
-        *query_rows.find<RowStatistics>(params.splits.rows, tile, row) = softmax.statistics(r);
+        *pack_gqa.find<RowStats>(params.splits.rows, tile, row) = softmax.stats(r);
       }
-      float* to = query_rows.find<float>(params.splits.out, tile, row) + 2 * mine;
+      float* to = pack_gqa.find<float>(params.splits.out, tile, row) + 2 * mine;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); c += 2) {
         auto pair = make_tensor<float>(_2{});
@@ -108,7 +108,7 @@ struct FwdEpilogue {
  private:
   template <int kStripsReading>
   static CUTE_DEVICE void wait_until_read() {
-    if (hopper::is_first_lane()) hopper::wait_boxes<kStripsReading>();
+    if (hopper::is_first_lane()) hopper::tma_store_wait<kStripsReading>();
     hopper::sync_warp();
   }
 };

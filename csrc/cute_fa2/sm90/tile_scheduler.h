@@ -19,10 +19,10 @@
 namespace flash_cute::sm90 {
 
 // What a thread block works on at a time: a tile of the order, or some consumers' rows of one.
-struct Tile {
+struct WorkTile {
   int row0, row_end;  // its query rows; more consumers than that have rows have nothing to do
-  int head;           // query head, or group of them (QueryRows)
-  int batch;  // of keys in parts (KeySplits), where results stand: part * params.batch + batch
+  int head;           // query head, or group of them (PackGqa)
+  int batch;  // of keys in parts (SplitKV), where results stand: part * params.batch + batch
 };
 
 // Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
@@ -30,16 +30,16 @@ struct Tile {
 // the second begins backwards, so that of as many rounds its last, in which there is not a tile for
 // everybody, is for those whom the first one's spared; and the next pair with another block.
 //
-// Tiles of which there are too few for all blocks are dealt out in parts (DealtTiles).
-class Schedule {
+// Tiles of which there are too few for all blocks are dealt out in parts (TailSplit).
+class TileScheduler {
  public:
-  static Schedule make(const FwdParams& params, const QueryRows& query_rows, MaskKind mask,
-                       int block_m, int multiprocessors, int l2_bytes) {
-    const int m_blocks = query_rows.m_blocks(params.len_q, block_m);
+  static TileScheduler make(const FwdParams& params, const PackGqa& pack_gqa, MaskKind mask,
+                            int block_m, int multiprocessors, int l2_bytes) {
+    const int m_blocks = pack_gqa.m_blocks(params.len_q, block_m);
     // A consumer with few rows works as long as one with all of its own; one without any waits for
     // the others, who alone take more than half of a whole tile's time.
-    constexpr int kRows = FwdSm90Config::kConsumerRows;
-    const int last_rows = query_rows.count(params.len_q) - (m_blocks - 1) * block_m;
+    constexpr int kRows = FwdConfigSm90::kConsumerRows;
+    const int last_rows = pack_gqa.count(params.len_q) - (m_blocks - 1) * block_m;
     const int worth = std::max((last_rows + kRows - 1) / kRows * kRows, block_m * 3 / 5);
 
     // Equal tiles need no order but that of memory, and those of keys in parts are about equal.
@@ -49,7 +49,7 @@ class Schedule {
     const bool splits = params.splits.count > 1;
     const bool equal = splits || (mask == MaskKind::kFull && worth == block_m);
     const int64_t places = multiprocessors;
-    const int64_t kv_head_tiles = int64_t{query_rows.heads_per_kv_head()} * m_blocks;
+    const int64_t kv_head_tiles = int64_t{pack_gqa.group_size()} * m_blocks;
     const auto anew = [&](int section) {
       return !equal && (mask != MaskKind::kFull || m_blocks <= 6) &&
              4 * (section * kv_head_tiles) >= 5 * places;
@@ -79,14 +79,13 @@ class Schedule {
 
     const int64_t tiles = kv_heads * kv_head_tiles * params.splits.count;
     const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
-    const DealtTiles dealt = anew(section) || splits
-                                 ? DealtTiles{tiles, 0, 1, block_m}
-                                 : DealtTiles::make(block_m, mask, is_triangle, tiles, places);
+    const TailSplit dealt = anew(section) || splits
+                                ? TailSplit{tiles, 0, 1, block_m}
+                                : TailSplit::make(block_m, mask, is_triangle, tiles, places);
     const bool all_cut = dealt.whole == 0 && dealt.parts > 1;  // of parts none lacks consumers
 
-    Schedule s;
-    s.order_ =
-        TileOrder::make(params, query_rows, mask, block_m, all_cut ? block_m : worth, section);
+    TileScheduler s;
+    s.order_ = TileOrder::make(params, pack_gqa, mask, block_m, all_cut ? block_m : worth, section);
     s.block_m_ = block_m;
     s.whole_ = static_cast<int>(dealt.whole);
     s.parts_ = cutlass::FastDivmod(dealt.parts);
@@ -105,12 +104,12 @@ class Schedule {
    public:
     CUTE_DEVICE explicit Tiles(int block) : place_(block) {}
 
-    // The index of the next tile; past the last, one that the schedule has not.
-    CUTE_DEVICE int next(const Schedule& schedule) {
-      const unsigned tiles = schedule.count_, blocks = schedule.blocks_;
+    // The index of the next tile; past the last, one that the scheduler has not.
+    CUTE_DEVICE int next(const TileScheduler& scheduler) {
+      const unsigned tiles = scheduler.count_, blocks = scheduler.blocks_;
       while (first_ < tiles) {
         const unsigned section_tiles =
-            first_ == 0 ? schedule.first_dealt_ : schedule.dealt_together_;
+            first_ == 0 ? scheduler.first_dealt_ : scheduler.dealt_together_;
         const unsigned in_section = dealt_ + (is_backward_ ? blocks - 1 - place_ : place_);
         const unsigned index = first_ + in_section;
         const bool exists = in_section < section_tiles && index < tiles;
@@ -127,7 +126,7 @@ class Schedule {
         }
         if (exists) return static_cast<int>(index);
       }
-      return schedule.count_;
+      return scheduler.count_;
     }
 
    private:
@@ -143,11 +142,11 @@ class Schedule {
   }
 
   // Which part of the keys a tile has, and of which sequence.
-  CUTE_DEVICE int split(Tile tile) const { return order_.per_batch().div(tile.batch); }
-  CUTE_DEVICE int sequence(Tile tile) const { return order_.per_batch().rem(tile.batch); }
+  CUTE_DEVICE int split(WorkTile tile) const { return order_.per_batch().div(tile.batch); }
+  CUTE_DEVICE int sequence(WorkTile tile) const { return order_.per_batch().rem(tile.batch); }
 
   // Of heads with so many rows. A part of a tile that lacks rows may have none.
-  CUTE_DEVICE Tile tile(int index, int row_count) const {
+  CUTE_DEVICE WorkTile tile(int index, int row_count) const {
     const bool is_part = index >= whole_;
     int cut, part;
     parts_(cut, part, is_part ? index - whole_ : 0);

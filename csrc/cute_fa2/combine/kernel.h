@@ -6,7 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/element.h"
-#include "common/layout.h"
+#include "common/fragment.h"
 #include "common/online_softmax.h"
 #include "common/platform.h"
 #include "params.h"
@@ -22,7 +22,7 @@ struct CombineKernel {
     static constexpr int kMinBlocks = 0;
     struct SharedMemory {
       float limits[kThreads / 32];  // of a warp's parts
-      float weights[KeySplits::kMost];
+      float weights[SplitKV::kMost];
       // Sums over the parts that came to a thread: of weights, and of the weighted output.
       float sums[kThreads];
       alignas(16) float out[kThreads][4];
@@ -43,11 +43,11 @@ struct CombineKernel {
     using namespace cute;
     using Copy16Bytes = UniversalCopy<uint128_t>;
     const FwdParams& params = arguments.params;
-    const KeySplits& splits = params.splits;
+    const SplitKV& splits = params.splits;
     const Reference<> reference(params);
     const int thread = platform::thread_index();
     int batch_head, query, batch, head;
-    arguments.len_q(batch_head, query, platform::block_index());
+    arguments.len_q(batch_head, query, platform::cta_index());
     arguments.heads(batch, head, batch_head);
     // Where the row begins of a (batch, heads_q, len_q, ...) tensor, and of part `split`.
     const auto row_of = [&](const auto& view, int split = 0) {
@@ -65,14 +65,14 @@ struct CombineKernel {
       limit = fmaxf(limit, platform::shuffle_xor(limit, lanes));
     }
     if (thread % 32 == 0) smem.limits[thread / 32] = limit;
-    platform::sync_block();  // the limits are there, from all warps
+    platform::sync_cta();  // the limits are there, from all warps
     CUTE_UNROLL
     for (float of_warp : smem.limits) limit = fmaxf(limit, of_warp);
     for (int split = thread; split < splits.count; split += Traits::kThreads) {
-      const RowStatistics row = *row_of(splits.rows, split);
+      const RowStats row = *row_of(splits.rows, split);
       smem.weights[split] = row.sum * reference.rescale(row.limit, limit);
     }
-    platform::sync_block();  // the weights of all parts are there
+    platform::sync_cta();  // the weights of all parts are there
 
     // A thread has four columns of every so many parts.
     const int stride = Traits::kThreads / arguments.chunks.divisor;
@@ -96,7 +96,7 @@ struct CombineKernel {
     smem.sums[thread] = sum;
     copy(Copy_Atom<Copy16Bytes, float>{}, out,
          make_tensor(make_smem_ptr(smem.out[thread]), Shape<_4>{}));
-    platform::sync_block();  // all sums are there
+    platform::sync_cta();  // all sums are there
 
     // And now eight columns of all.
     const int first_chunk = 2 * thread;

@@ -5,29 +5,29 @@
 #include <cute/algorithm/gemm.hpp>
 #include <cute/tensor.hpp>
 
-#include "common/layout.h"
+#include "common/fragment.h"
 #include "common/mask.h"
 #include "common/online_softmax.h"
 #include "common/platform.h"
 #include "common/sequence.h"
-#include "sm90/arguments.h"
+#include "sm90/fwd/arguments.h"
 #include "sm90/hopper.h"
-#include "sm90/rings.h"
-#include "sm90/schedule.h"
+#include "sm90/pipeline.h"
 #include "sm90/shared_operand.h"
+#include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {
 
 template <class Traits, MaskKind kMask>
 class FwdMainloop {
-  using Rings = sm90::Rings<Traits, kMask>;
+  using Pipeline = sm90::Pipeline<Traits, kMask>;
   using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
   using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
-  using Ring = typename Rings::KeysPosition;
+  using Ring = typename Pipeline::KVState;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
-  static constexpr bool kInTurns = Traits::kConfig.in_turns;
+  static constexpr bool kPingPong = Traits::kConfig.ping_pong;
 
  public:
   CUTE_DEVICE FwdMainloop(const Arguments& arguments, SharedMemory& smem, int index)
@@ -38,12 +38,12 @@ class FwdMainloop {
         keys_(Traits::fragment_k(smem.k[0])),
         values_(Traits::fragment_vt(smem.v[0])) {
     // The first consumer has the first turn, as if the last one had passed it on.
-    if (index == kConsumers - 1) pass_turn();
+    if (index == kConsumers - 1) scheduler_barrier_arrive();
   }
 
   // Works off the tiles that the producer loads. `finish_tile(tile, row0, softmax, tOrO)` takes
   // what has become of this consumer's rows of a tile, which begin with `row0`: the weighted sum
-  // of V, ((2, 2, kHeadDimV / 8), 1, 1), and its statistics.
+  // of V, ((2, 2, kHeadDimV / 8), 1, 1), and its stats.
   template <class FinishTile>
   CUTE_DEVICE void run(FinishTile&& finish_tile) {
     using namespace cute;
@@ -51,18 +51,18 @@ class FwdMainloop {
     auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
     auto tOrO = partition_fragment_C(typename Traits::MmaO{}, typename Traits::ShapeO{});
     Softmax softmax(arguments_.params);
-    Work work;
+    ConsumerTile work;
     if (!next(work)) return;
-    multiply_first_keys(work, tSrS);
+    gemm_qk_of_first_block(work, tSrS);
     while (true) {
       wait_for_scores<0>(tSrS);
-      attend(work, tSrS, softmax, tOrO);
-      const Work done = work;
+      process_tile(work, tSrS, softmax, tOrO);
+      const ConsumerTile done = work;
       if (!next(work)) return finish_tile(done.tile, done.row0, softmax, tOrO);
       // A tile is ended under the first product of the next. Not all lanes store; from there on
       // ptxas would take the lanes of a warp to be apart, and no longer use uniform registers, if
       // the last line did not say that they are together.
-      multiply_first_keys(work, tSrS);
+      gemm_qk_of_first_block(work, tSrS);
       finish_tile(done.tile, done.row0, softmax, tOrO);
       hopper::sync_warp();
     }
@@ -70,22 +70,22 @@ class FwdMainloop {
 
  private:
   // This consumer's part of a tile.
-  struct Work {
-    Tile tile;
+  struct ConsumerTile {
+    WorkTile tile;
     int row0;           // its first row
     BlockRange blocks;  // of keys
     int skipped;        // the tile's blocks behind these, of which these rows see none
   };
 
   // The next tile in which this consumer has rows.
-  CUTE_DEVICE bool next(Work& work) {
+  CUTE_DEVICE bool next(ConsumerTile& work) {
     while (true) {
       smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
       work.tile = smem_.tile[q_.stage][index_];
-      if (work.tile.row0 == Rings::kNoTile.row0) return false;
-      const Mask<kMask> mask = Rings::mask(arguments_, work.tile);
+      if (work.tile.row0 == Pipeline::kNoTile.row0) return false;
+      const Mask<kMask> mask = Pipeline::mask(arguments_, work.tile);
       work.row0 = work.tile.row0 + index_ * Traits::kConsumerRows;
-      work.blocks = Rings::blocks_of(arguments_, work.tile);
+      work.blocks = Pipeline::blocks_of(arguments_, work.tile);
       const int rows_left = work.tile.row_end - work.row0;
       if (rows_left > 0) {
         const int row_end = work.row0 + cute::min(+Traits::kConsumerRows, rows_left);
@@ -97,7 +97,7 @@ class FwdMainloop {
         return true;
       }
       skip_blocks(work.blocks.end - work.blocks.begin);
-      release_queries();
+      release_q();
     }
   }
 
@@ -105,37 +105,39 @@ class FwdMainloop {
   CUTE_DEVICE void skip_blocks(int blocks) {
     CUTE_NO_UNROLL
     for (int i = 0; i < blocks; ++i) {
-      wait_turn();
-      pass_turn();
-      hand_back(smem_.k_full[k_.stage], smem_.k_empty[k_.stage], k_);
-      hand_back(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);
+      scheduler_barrier_sync();
+      scheduler_barrier_arrive();
+      consumer_skip(smem_.k_full[k_.stage], smem_.k_empty[k_.stage], k_);
+      consumer_skip(smem_.v_full[v_.stage], smem_.v_empty[v_.stage], v_);
     }
   }
 
   // Waits for a stage and hands it back unread. All lanes have to be past the wait by then: once
   // it is handed back, the barrier may go on by two phases, and a lane that looked only then
   // would see the old parity and wait for ever. (Elsewhere lanes meet at a product in between.)
-  static CUTE_DEVICE void hand_back(hopper::Barrier& full, hopper::Barrier& empty, Ring& position) {
+  static CUTE_DEVICE void consumer_skip(hopper::Barrier& full, hopper::Barrier& empty,
+                                        Ring& position) {
     full.wait(position.parity);
     hopper::sync_warp();
-    release(empty);
+    consumer_release(empty);
     position.advance();
   }
 
   template <class Scores>
-  CUTE_DEVICE void multiply_first_keys(const Work& work, Scores& tSrS) {
+  CUTE_DEVICE void gemm_qk_of_first_block(const ConsumerTile& work, Scores& tSrS) {
     skip_blocks(work.skipped);
     smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-    wait_turn();
-    multiply_keys(tSrS);
-    pass_turn();
+    scheduler_barrier_sync();
+    gemm_qk(tSrS);
+    scheduler_barrier_arrive();
   }
 
   // From the first scores of a tile to its last product.
   template <class Scores, class Out>
-  CUTE_DEVICE void attend(const Work& work, Scores& tSrS, Softmax& softmax, Out& tOrO) {
+  CUTE_DEVICE void process_tile(const ConsumerTile& work, Scores& tSrS, Softmax& softmax,
+                                Out& tOrO) {
     using namespace cute;
-    const Mask<kMask> mask = Rings::mask(arguments_, work.tile);
+    const Mask<kMask> mask = Pipeline::mask(arguments_, work.tile);
     // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
     auto words =
         make_tensor<uint32_t>(Int<Traits::kConsumerRows * kBlockN / hopper::kWarpgroup / 2>{});
@@ -151,7 +153,7 @@ class FwdMainloop {
         return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
             make_identity_tensor(typename Traits::ShapeS{})));
       };
-      mask.apply(scores, coords(platform::computed_here(hopper::thread_in_warpgroup())), coords(0),
+      mask.apply(scores, coords(platform::rematerialize(hopper::thread_in_warpgroup())), coords(0),
                  work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN);
     };
 
@@ -169,19 +171,19 @@ class FwdMainloop {
       // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
       // of a branch that needs the results.
       warpgroup_fence_operand(tSrS);
-      softmax.finish_weighing();
-      hopper::wait_products<0>();
+      softmax.fence_exp2();
+      hopper::wgmma_wait<0>();
       warpgroup_fence_operand(tOrO);
-      if (n_block != first_block) release_values();
+      if (n_block != first_block) release_v();
       if (n_block == risen) softmax.rescale(out);
       convert_to_words<Element>(tSrS, words);
       if (n_block == work.blocks.begin) break;
 
       smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
-      wait_turn();
-      multiply_keys(tSrS);
-      multiply_values(tSrP, tOrO);
-      pass_turn();
+      scheduler_barrier_sync();
+      gemm_qk(tSrS);
+      gemm_pv(tSrP, tOrO);
+      scheduler_barrier_arrive();
       wait_for_scores<1>(tSrS);
       // Without a mask only the last keys may be cut off, and they come first.
       if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
@@ -191,86 +193,86 @@ class FwdMainloop {
         risen = n_block - 1;
       }
     }
-    release_queries();
-    multiply_values(tSrP, tOrO);
-    hopper::wait_products<0>();  // O is whole
+    release_q();
+    gemm_pv(tSrP, tOrO);
+    hopper::wgmma_wait<0>();  // O is whole
     warpgroup_fence_operand(tOrO);
-    release_values();
+    release_v();
   }
 
   template <int kInFlight, class Scores>
   CUTE_DEVICE void wait_for_scores(Scores& tSrS) {
-    hopper::wait_products<kInFlight>();  // S is whole; a product with V may still run
+    hopper::wgmma_wait<kInFlight>();  // S is whole; a product with V may still run
     cute::warpgroup_fence_operand(tSrS);
-    release_keys();
+    release_k();
   }
 
-  CUTE_DEVICE void release_keys() {
-    release(smem_.k_empty[k_.stage]);
+  CUTE_DEVICE void release_k() {
+    consumer_release(smem_.k_empty[k_.stage]);
     k_.advance();
   }
 
-  CUTE_DEVICE void release_values() {
-    release(smem_.v_empty[v_.stage]);
+  CUTE_DEVICE void release_v() {
+    consumer_release(smem_.v_empty[v_.stage]);
     v_.advance();
   }
 
   // S = Q K^T, asynchronously.
   template <class Scores>
-  CUTE_DEVICE void multiply_keys(Scores& tSrS) {
+  CUTE_DEVICE void gemm_qk(Scores& tSrS) {
     using namespace cute;
     typename Traits::MmaS mma;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     warpgroup_fence_operand(tSrS);
-    hopper::begin_products();
+    hopper::wgmma_fence();
     CUTE_UNROLL
     for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
       gemm(mma, queries_.template descriptor<true>(q_.stage * kConsumers, k),
            keys_.template descriptor<true>(k_.stage, k), tSrS);
       mma.accumulate_ = GMMA::ScaleOut::One;
     }
-    hopper::commit_products();
+    hopper::wgmma_commit();
   }
 
   // O += P V, asynchronously.
   template <class Weights, class Out>
-  CUTE_DEVICE void multiply_values(Weights& tSrP, Out& tOrO) {
+  CUTE_DEVICE void gemm_pv(Weights& tSrP, Out& tOrO) {
     using namespace cute;
     typename Traits::MmaO mma;
     auto tOrP = as_a_operand(tSrP);          // ((2, 2, 2), 1, N / 16)
     smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
     warpgroup_fence_operand(tOrO);
     warpgroup_fence_operand(tSrP);
-    hopper::begin_products();
+    hopper::wgmma_fence();
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tOrP); ++k) {
       gemm(mma, tOrP(_, _, k), values_.template descriptor<false>(v_.stage, k), tOrO);
     }
-    hopper::commit_products();
+    hopper::wgmma_commit();
   }
 
   // Each warp says for itself that it has read what it needed.
-  static CUTE_DEVICE void release(hopper::Barrier& empty) {
+  static CUTE_DEVICE void consumer_release(hopper::Barrier& empty) {
     if (hopper::is_first_lane()) empty.arrive();
   }
 
-  CUTE_DEVICE void release_queries() {
+  CUTE_DEVICE void release_q() {
     smem_.q_empty[q_.stage][index_].arrive();  // each for itself, as each has read `tile`
     q_.advance();
   }
 
   // Orders the consumers' work alone: no data are handed over.
-  CUTE_DEVICE void wait_turn() const {
-    if constexpr (kInTurns) {
-      hopper::wait_at(kFirstTurnBarrier + index_);
+  CUTE_DEVICE void scheduler_barrier_sync() const {
+    if constexpr (kPingPong) {
+      hopper::named_barrier_sync(kFirstSchedulerBarrier + index_);
     }
   }
-  CUTE_DEVICE void pass_turn() const {
-    if constexpr (kInTurns) {
-      hopper::arrive_at(kFirstTurnBarrier + (index_ + 1) % kConsumers);
+  CUTE_DEVICE void scheduler_barrier_arrive() const {
+    if constexpr (kPingPong) {
+      hopper::named_barrier_arrive(kFirstSchedulerBarrier + (index_ + 1) % kConsumers);
     }
   }
-  static constexpr int kFirstTurnBarrier = 1;  // barrier 0 is that of __syncthreads
+  static constexpr int kFirstSchedulerBarrier = 1;  // barrier 0 is that of __syncthreads
 
   const Arguments& arguments_;
   SharedMemory& smem_;
@@ -281,7 +283,7 @@ class FwdMainloop {
   SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> keys_;
   SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> values_;
   Ring k_, v_;
-  typename Rings::QueriesPosition q_;
+  typename Pipeline::QState q_;
 };
 
 }  // namespace flash_cute::sm90

@@ -8,7 +8,7 @@ namespace flash_cute::sm80 {
 
 // fetch(pair, k): B's fragments of 16 columns of C (2 MMAs) and one k16 step, by one ldmatrix.
 template <class LoadB, class B, class SmemB>
-CUTE_DEVICE auto fetcher(unsigned thread, B& rB, const SmemB& sB) {
+CUTE_DEVICE auto copy_b_fragments(unsigned thread, B& rB, const SmemB& sB) {
   auto thread_load_b = LoadB{}.get_slice(thread);
   auto from_b = thread_load_b.partition_S(sB);  // (ldmatrix, columns / 16, k16 steps)
   auto to_b = thread_load_b.retile_D(rB);       // as from_b
@@ -20,7 +20,7 @@ CUTE_DEVICE auto fetcher(unsigned thread, B& rB, const SmemB& sB) {
 // The products of one such fetch: to columns 16 pair .. 16 pair + 15 of C (4, MMA_M, columns / 8)
 // come those of A (8, MMA_M) and B (4, columns / 8), of one k16 step.
 template <class TiledMma, class A, class B, class C>
-CUTE_DEVICE void multiply_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& rC) {
+CUTE_DEVICE void gemm_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& rC) {
   using namespace cute;
   CUTE_UNROLL
   for (int m = 0; m < size<1>(rA); ++m) {
@@ -40,7 +40,7 @@ CUTE_DEVICE void multiply(TiledMma mma, unsigned thread, const A& rA, const Fetc
   using namespace cute;
   constexpr int kPairs = decltype(size<1>(rB))::value / 2;
   constexpr int kSteps = decltype(size<2>(rB))::value;
-  auto fetch_b = fetcher<LoadB>(thread, rB, sB);
+  auto fetch_b = copy_b_fragments<LoadB>(thread, rB, sB);
   fetch_a(0);
   fetch_b(0, 0);
   CUTE_UNROLL
@@ -48,7 +48,7 @@ CUTE_DEVICE void multiply(TiledMma mma, unsigned thread, const A& rA, const Fetc
     const int k = i / kPairs, pair = i % kPairs;
     if (pair == 0 && k + 1 < kSteps) fetch_a(k + 1);
     if (i + 1 < kPairs * kSteps) fetch_b((i + 1) % kPairs, (i + 1) / kPairs);
-    multiply_pair(mma, rA(_, _, k), rB(_, _, k), pair, rC);
+    gemm_pair(mma, rA(_, _, k), rB(_, _, k), pair, rC);
   }
 }
 

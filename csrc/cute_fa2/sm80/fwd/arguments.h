@@ -3,14 +3,14 @@
 
 #include "common/tile.h"
 #include "params.h"
-#include "sm80/schedule.h"
+#include "sm80/tile_scheduler.h"
 
 namespace flash_cute::sm80 {
 
 struct Arguments {
   FwdParams params;
-  QueryRows query_rows;
-  Schedule schedule;
+  PackGqa pack_gqa;
+  TileScheduler scheduler;
 };
 
 }  // namespace flash_cute::sm80

@@ -8,17 +8,17 @@
 #include "config.h"
 #include "params.h"
 #include "sm90/hopper.h"
-#include "sm90/schedule.h"
+#include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {
 
-// kSplits_: for keys in parts (KeySplits), of which each comes to a result of its own.
-template <DType kDType, FwdSm90Config kConfig_, bool kSplits_>
+// kSplits_: for keys in parts (SplitKV), of which each comes to a result of its own.
+template <DType kDType, FwdConfigSm90 kConfig_, bool kSplits_>
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
 
-  static constexpr FwdSm90Config kConfig = kConfig_;
+  static constexpr FwdConfigSm90 kConfig = kConfig_;
   static constexpr bool kSplits = kSplits_;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim;
@@ -41,8 +41,8 @@ struct FwdTraits {
   // P from the registers in which the softmax left it.
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
-  using MmaS = decltype(cute::make_tiled_mma(hopper::MmaFromShared<Element, kBlockN>{}));
-  using MmaO = decltype(cute::make_tiled_mma(hopper::MmaFromRegisters<Element, kHeadDimV>{}));
+  using MmaS = decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kBlockN>{}));
+  using MmaO = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kHeadDimV>{}));
   static_assert(kConsumers >= 2 && kConsumers <= 4);
   static_assert(kBlockN % 16 == 0 && kHeadDim % 32 == 0);
   // One instruction for all columns. CuTe has the powers of 2, 96 and 192; the other multiples of 8
@@ -68,7 +68,7 @@ struct FwdTraits {
   // layout with pointers' swizzle is for pointers alone.)
   static constexpr int kOutStrips = kConfig.out_strips();
   static constexpr int kWarpRows = kConsumerRows / 4;
-  using SmemLayoutOut = decltype(cute::as_position_independent_swizzle_layout(cute::tile_to_shape(
+  using SmemLayoutO = decltype(cute::as_position_independent_swizzle_layout(cute::tile_to_shape(
       SmemAtom<kMajorK>{}, cute::Shape<cute::Int<kWarpRows>, cute::Int<kStrip>>{})));
   static_assert(kOutStrips >= 1);
 
@@ -90,7 +90,7 @@ struct FwdTraits {
     alignas(1024) Element k[kStages][kBlockN * kHeadDim];
     alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
     alignas(1024) ElementOut out[kConsumers][4][kOutStrips][kWarpRows * kStrip];
-    alignas(16) Tile tile[kQStages][kConsumers];  // whose rows are in q
+    alignas(16) WorkTile tile[kQStages][kConsumers];  // whose rows are in q
     hopper::Barrier q_full[kQStages][kConsumers];
     hopper::Barrier q_empty[kQStages][kConsumers];
     hopper::Barrier k_full[kStages];

@@ -6,15 +6,15 @@
 
 #include "common/mask.h"
 #include "common/sequence.h"
-#include "sm90/arguments.h"
+#include "sm90/fwd/arguments.h"
 #include "sm90/hopper.h"
-#include "sm90/schedule.h"
+#include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {
 
 // Which stage of a ring comes next, and the parity of the phase in which its barriers are.
 template <int kStages>
-struct RingPosition {
+struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
 
@@ -27,11 +27,11 @@ struct RingPosition {
 };
 
 template <class Traits, MaskKind kMask>
-struct Rings {
+struct Pipeline {
   using SharedMemory = typename Traits::SharedMemory;
-  using KeysPosition = RingPosition<Traits::kStages>;
-  using QueriesPosition = RingPosition<Traits::kQStages>;
-  static constexpr Tile kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
+  using KVState = PipelineState<Traits::kStages>;
+  using QState = PipelineState<Traits::kQStages>;
+  static constexpr WorkTile kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
 
   static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
     constexpr int kWarps = hopper::kWarpgroup / 32;
@@ -49,16 +49,16 @@ struct Rings {
     }
   }
 
-  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, Tile tile) {
+  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, WorkTile tile) {
     const FwdParams& params = arguments.params;
     return {params,
-            Traits::kSplits ? Sequence(params, arguments.schedule.split(tile)) : Sequence(params),
-            arguments.query_rows};
+            Traits::kSplits ? Sequence(params, arguments.scheduler.split(tile)) : Sequence(params),
+            arguments.pack_gqa};
   }
 
   // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
   // there is none, so that there is always a block to work on.
-  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, Tile tile) {
+  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, WorkTile tile) {
     const BlockRange blocks =
         mask(arguments, tile).visible_blocks(tile.row0, tile.row_end, Traits::kBlockN);
     return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};

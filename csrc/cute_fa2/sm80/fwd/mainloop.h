@@ -5,19 +5,19 @@
 #include <type_traits>
 
 #include "common/copy.h"
-#include "common/layout.h"
+#include "common/fragment.h"
 #include "common/mask.h"
 #include "common/online_softmax.h"
 #include "common/platform.h"
 #include "common/tile.h"
-#include "sm80/arguments.h"
-#include "sm80/products.h"
-#include "sm80/row_holders.h"
+#include "sm80/fwd/arguments.h"
+#include "sm80/gemm.h"
+#include "sm80/row_allreduce.h"
 
 namespace flash_cute::sm80 {
 
-// Of one thread and one tile. `KeysValues` hands out the tiles of K and V.
-template <class Traits, MaskKind kMask, class KeysValues>
+// Of one thread and one tile. `KVSource` hands out the tiles of K and V.
+template <class Traits, MaskKind kMask, class KVSource>
 class FwdMainloop {
   using Element = typename Traits::Element;
   using TiledMma = typename Traits::TiledMma;
@@ -35,7 +35,7 @@ class FwdMainloop {
   static constexpr int kMmaRows = cute::tile_size<0>(TiledMma{});
   // The rows of S and O that this thread holds elements of.
   static constexpr int kRows = 2 * kBlockM / kMmaRows;
-  static constexpr bool kScoresAhead = Traits::kScoresAhead;
+  static constexpr bool kPipelinedQk = Traits::kPipelinedQk;
   static constexpr bool kSharesRows = Traits::kSharesRows;
   // What a step works with. The first half of the tile's rows alone, where it has no more, as in
   // decoding; under masks at head dim 128 that would spill. The second alone in blocks of which the
@@ -47,7 +47,7 @@ class FwdMainloop {
   static constexpr bool kWalksFirstHalf =
       kHasHalves && (kMask == MaskKind::kFull || Traits::kHeadDim < 128);
   static constexpr bool kSkipsRows = kHasHalves && kMask == MaskKind::kBanded &&
-                                     (kScoresAhead ? kBlockN == kMmaRows : kBlockN <= kMmaRows);
+                                     (kPipelinedQk ? kBlockN == kMmaRows : kBlockN <= kMmaRows);
 
   // What the walk keeps in registers. As members of this class they made ptxas spill.
   struct Fragments {
@@ -75,11 +75,11 @@ class FwdMainloop {
  public:
   using Softmax = OnlineSoftmax<kRows>;
 
-  CUTE_DEVICE FwdMainloop(const Arguments& arguments, TileCoord tile, KeysValues& keys_values,
+  CUTE_DEVICE FwdMainloop(const Arguments& arguments, TileCoord tile, KVSource& kv_source,
                           const Mask<kMask>& mask, int len_q, SharedMemory& smem, Softmax& softmax)
       : arguments_(arguments),
         tile_(tile),
-        keys_values_(keys_values),
+        kv_source_(kv_source),
         mask_(mask),
         len_q_(len_q),
         smem_(smem),
@@ -88,20 +88,20 @@ class FwdMainloop {
         row0_(tile.m_block * kBlockM) {}
 
   // Leaves the weighted sum of V in `tOrO` (4, MMA_M, kHeadDimV / 8), which it clears, and its
-  // statistics in the softmax. On return no warp reads Q's space any more.
+  // stats in the softmax. On return no warp reads Q's space any more.
   template <class Out>
   CUTE_DEVICE void run(Out& tOrO) {
     using namespace cute;
     clear(tOrO);
-    const int row_end = min(row0_ + kBlockM, arguments_.query_rows.count(len_q_));
+    const int row_end = min(row0_ + kBlockM, arguments_.pack_gqa.count(len_q_));
     const BlockRange visible = mask_.visible_blocks(row0_, row_end, kBlockN);
     if (visible.end <= visible.begin) return;
     const int n_block = visible.end - 1;  // the walk is from the last key to the first
     load_first(n_block);
     Fragments fragments;
-    if constexpr (kScoresAhead) {
-      platform::sync_block();  // Q and K of the first block are there, for all threads
-      const unsigned thread_here = platform::computed_here(thread_, n_block);
+    if constexpr (kPipelinedQk) {
+      platform::sync_cta();  // Q and K of the first block are there, for all threads
+      const unsigned thread_here = platform::rematerialize(thread_, n_block);
       copy(LoadQ{}, LoadQ{}.get_slice(thread_here).partition_S(sQ()), fragments.tXrQ());
       clear(fragments.tSrS_all);
     }
@@ -118,8 +118,8 @@ class FwdMainloop {
   template <class Rows, class Out>
   CUTE_DEVICE void walk(int n_block, Fragments& fragments, Out& tOrO) {
     constexpr bool kMaySkip = kSkipsRows && std::is_same_v<Rows, AllRows>;
-    if constexpr (kScoresAhead) {
-      const unsigned thread_here = platform::computed_here(thread_, n_block);
+    if constexpr (kPipelinedQk) {
+      const unsigned thread_here = platform::rematerialize(thread_, n_block);
       // By no more than one block, as it has as many keys as MMAs have rows.
       if (kMaySkip && skips_rows(n_block)) {
         if constexpr (kMaySkip) {
@@ -145,13 +145,13 @@ class FwdMainloop {
   // Whether a block is visited after this one: n_block > visible.begin, without a register for the
   // latter. The first row's first key lies before the block.
   CUTE_DEVICE bool has_next(int n_block) const {
-    return mask_.begin(platform::computed_here(row0_, n_block)) < n_block * kBlockN;
+    return mask_.begin(platform::rematerialize(row0_, n_block)) < n_block * kBlockN;
   }
 
   // Likewise, whether one was visited before.
   CUTE_DEVICE bool has_previous(int n_block) const {
-    const int end = cute::min(platform::computed_here(row0_, n_block) + kBlockM,
-                              arguments_.query_rows.count(len_q_));
+    const int end = cute::min(platform::rematerialize(row0_, n_block) + kBlockM,
+                              arguments_.pack_gqa.count(len_q_));
     return mask_.end(end - 1) > (n_block + 1) * kBlockN;
   }
 
@@ -185,12 +185,12 @@ class FwdMainloop {
 
   // Every block but the last is whole.
   template <bool kIsWhole = true>
-  CUTE_DEVICE void load_keys(int n_block) const {
-    keys_values_.template load_keys<kIsWhole>(n_block, sK(n_block));
+  CUTE_DEVICE void load_k(int n_block) const {
+    kv_source_.template load_k<kIsWhole>(n_block, sK(n_block));
   }
   template <bool kIsWhole = true>
-  CUTE_DEVICE void load_values(int n_block) const {
-    keys_values_.template load_values<kIsWhole>(n_block, sV(n_block));
+  CUTE_DEVICE void load_v(int n_block) const {
+    kv_source_.template load_v<kIsWhole>(n_block, sV(n_block));
   }
 
   // Starts the copies of Q and K of the first block that is visited and, with scores ahead, of its
@@ -199,17 +199,17 @@ class FwdMainloop {
     const FwdParams& params = arguments_.params;
     const TileLoader<typename Traits::GmemCopy, typename Traits::ShapeQ> loader_q(thread_,
                                                                                   params.head_dim);
-    loader_q.load_rows(params.q, arguments_.query_rows, tile_, row0_, len_q_, sQ());
-    keys_values_.start(n_block);
-    load_keys<false>(n_block);
+    loader_q.load_rows(params.q, arguments_.pack_gqa, tile_, row0_, len_q_, sQ());
+    kv_source_.start(n_block);
+    load_k<false>(n_block);
     platform::commit_copies();
-    if constexpr (kScoresAhead) {
-      load_values<false>(n_block);
-      if (has_next(n_block)) load_keys(n_block - 1);
+    if constexpr (kPipelinedQk) {
+      load_v<false>(n_block);
+      if (has_next(n_block)) load_k(n_block - 1);
       platform::commit_copies();
     }
     // Where it is needed next: this thread's part of Q and K is there.
-    if (kScoresAhead || params.q_factor != 1.f) platform::wait_copies<kScoresAhead ? 1 : 0>();
+    if (kPipelinedQk || params.q_factor != 1.f) platform::wait_copies<kPipelinedQk ? 1 : 0>();
     // A wait makes a thread's own copies visible to it, and this touches no others.
     if (params.q_factor != 1.f) loader_q.multiply(sQ(), params.q_factor);
   }
@@ -220,37 +220,37 @@ class FwdMainloop {
   template <class Rows, bool kComputesNext, class Out>
   CUTE_DEVICE void step(int index, Fragments& fragments, Out& tOrO) {
     using namespace cute;
-    static_assert(kScoresAhead || !kComputesNext);
+    static_assert(kPipelinedQk || !kComputesNext);
     constexpr int kStepM = Rows::kCount * kMmaRows;
-    const int n_block = platform::computed_here(index);
+    const int n_block = platform::rematerialize(index);
     // What was copied is there, for all threads: K of this block (and Q, in the first step), or
     // with scores ahead V of this block and K of the next. All warps are done with what the step
     // before has read; it may be overwritten.
     platform::wait_copies<0>();
-    platform::sync_block();
-    if constexpr (!kScoresAhead) {
-      load_values<false>(n_block);
+    platform::sync_cta();
+    if constexpr (!kPipelinedQk) {
+      load_v<false>(n_block);
     } else if constexpr (kComputesNext) {
-      load_values(n_block - 1);
-      if (has_next(n_block - 1)) load_keys(n_block - 2);
+      load_v(n_block - 1);
+      if (has_next(n_block - 1)) load_k(n_block - 2);
     }
     platform::commit_copies();
 
-    const unsigned thread_here = platform::computed_here(thread_, n_block);
+    const unsigned thread_here = platform::rematerialize(thread_, n_block);
     auto tSrS = [&] {  // (4, MMA_M, N / 8)
-      if constexpr (kScoresAhead) {
+      if constexpr (kPipelinedQk) {
         return select_rows<Rows>(fragments.tSrS_all);
       } else {
         return partition_fragment_C(TiledMma{}, Shape<Int<kStepM>, Int<kBlockN>>{});
       }
     }();
-    if constexpr (!kScoresAhead) {
-      multiply_keys<Rows>(thread_here, n_block, fragments, tSrS);
+    if constexpr (!kPipelinedQk) {
+      gemm_qk<Rows>(thread_here, n_block, fragments, tSrS);
       // V of this block is there after a barrier, for all threads, and all warps are done with K:
       // the next may come. Of shared rows `raise` begins with that barrier.
       platform::wait_copies<0>();
       if constexpr (!kSharesRows) {
-        platform::sync_block();
+        platform::sync_cta();
         load_next_keys(n_block);
       }
     }
@@ -260,18 +260,18 @@ class FwdMainloop {
     auto out = as_matrix(tOrO_step);           // (rows, columns)
     apply_mask<kStepM>(row0_ + Rows::kFirst * kMmaRows, n_block * kBlockN, scores);
     const bool is_first = !has_previous(n_block);
-    if constexpr (!kScoresAhead) {
+    if constexpr (!kPipelinedQk) {
       fragments.may_rise = softmax_.template may_rise<Rows::kFirstRow>(scores);
     }
     const bool rises = softmax_.template raise<Rows::kFirstRow>(
         scores, fragments.may_rise != 0, is_first,
-        row_holders<Traits>(smem_, platform::computed_here(thread_)));
+        row_allreduce<Traits>(smem_, platform::rematerialize(thread_)));
     // Before the first block O is 0.
     if (rises && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
     if constexpr (kSharesRows) load_next_keys(n_block);
 
-    if constexpr (kScoresAhead) {
-      weigh_and_multiply<Rows, kComputesNext>(thread_here, n_block, fragments, tOrO_step);
+    if constexpr (kPipelinedQk) {
+      softmax_and_gemms<Rows, kComputesNext>(thread_here, n_block, fragments, tOrO_step);
       if constexpr (kComputesNext) {
         auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
         fragments.may_rise = softmax_.may_rise(as_matrix(tSrS_next));
@@ -282,7 +282,7 @@ class FwdMainloop {
       softmax_.template weigh<Rows::kFirstRow>(scores);
       auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
       if constexpr (kSharesRows) {
-        exchange_and_multiply(thread_here, n_block, fragments, tSrP, tOrO);
+        gemm_pv_of_shared_p(thread_here, n_block, fragments, tSrP, tOrO);
       } else {
         auto tOrP = as_a_operand(tSrP);  // (8, MMA_M, N / 16)
         multiply<LoadVt>(
@@ -293,7 +293,7 @@ class FwdMainloop {
 
   // All warps are done with K of this block.
   CUTE_DEVICE void load_next_keys(int n_block) const {
-    if (has_next(n_block)) load_keys(n_block - 1);
+    if (has_next(n_block)) load_k(n_block - 1);
     platform::commit_copies();
   }
 
@@ -306,13 +306,13 @@ class FwdMainloop {
       auto slice = TiledMma{}.get_slice(thread);
       return as_matrix(slice.partition_C(make_identity_tensor(Shape<Int<kStepM>, Int<kBlockN>>{})));
     };
-    mask_.apply(scores, coords(platform::computed_here(thread_)), coords(0u), row0, kStepM, key0,
+    mask_.apply(scores, coords(platform::rematerialize(thread_)), coords(0u), row0, kStepM, key0,
                 kBlockN);
   }
 
   // S = Q K^T, Q from shared memory as well.
   template <class Rows, class S>
-  CUTE_DEVICE void multiply_keys(unsigned thread, int n_block, Fragments& fragments, S& tSrS) {
+  CUTE_DEVICE void gemm_qk(unsigned thread, int n_block, Fragments& fragments, S& tSrS) {
     using namespace cute;
     auto tXsQ = LoadQ{}.get_slice(thread).partition_S(sQ());  // as tXrQ
     auto fetch_q = [&](int k) {
@@ -328,14 +328,14 @@ class FwdMainloop {
 
   // Of shared rows: O += P V, where P's columns come from all warps, through shared memory.
   template <class P, class Out>
-  CUTE_DEVICE void exchange_and_multiply(unsigned thread, int n_block, Fragments& fragments,
-                                         const P& tSrP, Out& tOrO) {
+  CUTE_DEVICE void gemm_pv_of_shared_p(unsigned thread, int n_block, Fragments& fragments,
+                                       const P& tSrP, Out& tOrO) {
     using namespace cute;
     auto sP = make_tensor(make_smem_ptr(smem_.exchange.p),  // (kBlockM, kBlockN)
                           typename Traits::Exchange::SmemLayoutP{});
     auto store_p = StoreP{}.get_slice(thread);
     copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
-    platform::sync_block();  // P is there, of all columns
+    platform::sync_cta();  // P is there, of all columns
     auto tOrP =
         make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeS{}));  // (8, MMA_M, N / 16)
     auto load_p = LoadP{}.get_slice(thread);
@@ -364,8 +364,8 @@ class FwdMainloop {
   // exponentials. Without a branch between the pieces ptxas would take all exponentials first, and
   // all of S last.
   template <class Rows, bool kComputesNext, class Out>
-  CUTE_DEVICE void weigh_and_multiply(unsigned thread, int n_block, Fragments& fragments,
-                                      Out& tOrO_step) {
+  CUTE_DEVICE void softmax_and_gemms(unsigned thread, int n_block, Fragments& fragments,
+                                     Out& tOrO_step) {
     using namespace cute;
     constexpr int kPieces = kBlockN / 16;
     constexpr int kStepsOfS = Traits::kHeadDim / 16, kPairsOfO = Traits::kHeadDimV / 16;
@@ -373,8 +373,8 @@ class FwdMainloop {
     // products can begin behind it.
     constexpr int kValuesFirst = kPairsOfO < 3 ? kPairsOfO : 3;
     const int next_block = kComputesNext ? n_block - 1 : n_block;  // in the last, not read
-    auto fetch_keys = fetcher<LoadK>(thread, fragments.tSrK, sK(next_block));
-    auto fetch_values = fetcher<LoadVt>(thread, fragments.tOrVt, sVt(n_block));
+    auto fetch_keys = copy_b_fragments<LoadK>(thread, fragments.tSrK, sK(next_block));
+    auto fetch_values = copy_b_fragments<LoadVt>(thread, fragments.tOrVt, sVt(n_block));
     auto tSrS_step = select_rows<Rows>(fragments.tSrS_all);            // (4, MMA_M, N / 8)
     auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // likewise, of the next step
     auto tSrQ_next = select_rows<NextRows<Rows>>(fragments.tSrQ);      // (8, MMA_M, D / 16)
@@ -398,20 +398,20 @@ class FwdMainloop {
     weigh(0);
     CUTE_UNROLL
     for (int piece = 0; piece < kPieces; ++piece) {
-      if (piece > 0) platform::keep_order(n_block);
+      if (piece > 0) platform::schedule_fence(n_block);
       if (piece + 1 < kPieces) weigh(piece + 1);
       if constexpr (kComputesNext) {
         clear(pair_of_columns(tSrS_next, piece));
         CUTE_UNROLL
         for (int k = 0; k < kStepsOfS; ++k) {
           if (piece == 0 || k > 0) fetch_keys(piece, k);
-          multiply_pair(TiledMma{}, tSrQ_next(_, _, k), fragments.tSrK(_, _, k), piece, tSrS_next);
+          gemm_pair(TiledMma{}, tSrQ_next(_, _, k), fragments.tSrK(_, _, k), piece, tSrS_next);
         }
       }
       CUTE_UNROLL
       for (int pair = 0; pair < kPairsOfO; ++pair) {
         if (piece == 0 || pair >= kValuesFirst) fetch_values(pair, piece);
-        multiply_pair(TiledMma{}, tOrP(_, _, piece), fragments.tOrVt(_, _, piece), pair, tOrO_step);
+        gemm_pair(TiledMma{}, tOrP(_, _, piece), fragments.tOrVt(_, _, piece), pair, tOrO_step);
       }
       if (piece + 1 < kPieces) fetch_first(piece + 1);
     }
@@ -419,7 +419,7 @@ class FwdMainloop {
 
   const Arguments& arguments_;
   TileCoord tile_;
-  KeysValues& keys_values_;
+  KVSource& kv_source_;
   const Mask<kMask>& mask_;
   int len_q_;
   SharedMemory& smem_;

@@ -5,7 +5,7 @@
 
 #include "common/tile.h"
 #include "params.h"
-#include "sm90/schedule.h"
+#include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {
 
@@ -15,8 +15,8 @@ struct Arguments {
   CUtensorMap v;    // as k
   CUtensorMap out;  // boxes of (queries of a warp, heads of a group, a strip)
   FwdParams params;
-  QueryRows query_rows;
-  Schedule schedule;
+  PackGqa pack_gqa;
+  TileScheduler scheduler;
 };
 
 }  // namespace flash_cute::sm90

@@ -3,33 +3,33 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/layout.h"
+#include "common/fragment.h"
 #include "common/online_softmax.h"
 #include "common/platform.h"
 
 namespace flash_cute::sm80 {
 
-// As RowsOfQuads, of rows that several warps share. All threads of the block ask together, and
+// As QuadAllreduce, of rows that several warps share. All threads of the block ask together, and
 // `any` and `meet` are barriers of theirs. Between two reductions there is to be a barrier, so that
 // words are read before they are written again.
 template <class Traits>
-class RowsOfWarps {
+class CrossWarpAllreduce {
  public:
-  CUTE_DEVICE RowsOfWarps(typename Traits::Exchange& exchange, unsigned thread)
+  CUTE_DEVICE CrossWarpAllreduce(typename Traits::Exchange& exchange, unsigned thread)
       : words_(exchange.rows), thread_(thread) {}
 
-  CUTE_DEVICE bool any(bool predicate) const { return platform::sync_block_or(predicate); }
-  CUTE_DEVICE void meet() const { platform::sync_block(); }
+  CUTE_DEVICE bool any(bool predicate) const { return platform::sync_cta_or(predicate); }
+  CUTE_DEVICE void meet() const { platform::sync_cta(); }
 
   template <int kRows>
   CUTE_DEVICE void max(float (&rows)[kRows]) const {
-    RowsOfQuads::max(rows);
+    QuadAllreduce::max(rows);
     reduce(rows, [](float a, float b) { return fmaxf(a, b); });
   }
 
   template <int kRows>
   CUTE_DEVICE void sum(float (&rows)[kRows]) const {
-    RowsOfQuads::sum(rows);
+    QuadAllreduce::sum(rows);
     reduce(rows, [](float a, float b) { return a + b; });
   }
 
@@ -42,7 +42,7 @@ class RowsOfWarps {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) mine(r, 0) = rows[r];
     }
-    platform::sync_block();  // the words are there, from all warps
+    platform::sync_cta();  // the words are there, from all warps
     CUTE_UNROLL
     for (int warp = 0; warp < Traits::kColumnWarps; ++warp) {
       auto theirs = words_of(warp);
@@ -67,11 +67,11 @@ class RowsOfWarps {
 
 // As OnlineSoftmax asks for them.
 template <class Traits>
-CUTE_DEVICE auto row_holders(typename Traits::SharedMemory& smem, unsigned thread) {
+CUTE_DEVICE auto row_allreduce(typename Traits::SharedMemory& smem, unsigned thread) {
   if constexpr (Traits::kSharesRows) {
-    return RowsOfWarps<Traits>(smem.exchange, thread);
+    return CrossWarpAllreduce<Traits>(smem.exchange, thread);
   } else {
-    return RowsOfQuads{};
+    return QuadAllreduce{};
   }
 }
 
