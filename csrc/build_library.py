@@ -260,9 +260,12 @@ def write_ninja() -> tuple[str, str]:
         f"rule link\n  command = {for_ninja([*shared, *libraries])}\n  description = linking $out\n"
     )
     objects = []
-    names = ("device.cpp", "dispatch.cpp", "splits.cu", "torch_binding.cpp")
-    for source in [*kernels, *(ROOT / SOURCES / name for name in names)]:
-        objects.append(f"{BUILD}/{source.stem}.o")
+    sources = [p for p in sorted((ROOT / SOURCES).rglob("*")) if p.suffix in (".cpp", ".cu")]
+    for source in [*kernels, *sources]:
+        name = source.stem if source in kernels else "_".join(
+            source.relative_to(ROOT / SOURCES).with_suffix("").parts
+        )
+        objects.append(f"{BUILD}/{name}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         text += f"build {objects[-1]}: {rule} {source.relative_to(ROOT)}\n"
         if rule == "nvcc":

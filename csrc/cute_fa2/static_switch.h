@@ -2,12 +2,11 @@
 // std::integral_constant.
 #pragma once
 
-#include <stdexcept>
-#include <string>
+#include <cstddef>
 #include <type_traits>
 #include <utility>
 
-#include "params.h"
+#include "host/params.h"
 
 namespace flash_cute {
 
@@ -16,25 +15,30 @@ using Constant = std::integral_constant<decltype(kValue), kValue>;
 
 template <class F>
 void dtype_switch(DType dtype, F&& f) {
-  dtype == DType::kHalf ? f(Constant<DType::kHalf>{}) : f(Constant<DType::kBFloat16>{});
+  switch (dtype) {
+    case DType::kHalf:
+      return f(Constant<DType::kHalf>{});
+    case DType::kBFloat16:
+      return f(Constant<DType::kBFloat16>{});
+  }
 }
 
 template <class F>
 void mask_switch(MaskKind mask, F&& f) {
-  mask == MaskKind::kFull ? f(Constant<MaskKind::kFull>{}) : f(Constant<MaskKind::kBanded>{});
+  switch (mask) {
+    case MaskKind::kFull:
+      return f(Constant<MaskKind::kFull>{});
+    case MaskKind::kBanded:
+      return f(Constant<MaskKind::kBanded>{});
+  }
 }
 
-// Calls `f` with the smallest of `kBuckets` (ascending) that is at least `head_dim`.
-template <auto kBuckets, class F>
+// Calls `f` with `head_dim`, which is one of kBuilt.
+template <auto kBuilt, class F>
 void head_dim_switch(int head_dim, F&& f) {
-  const bool found = [&]<std::size_t... I>(std::index_sequence<I...>) {
-    return ((head_dim <= kBuckets[I] && (f(Constant<kBuckets[I]>{}), true)) || ...);
-  }(std::make_index_sequence<kBuckets.size()>{});
-  if (!found) {
-    throw std::runtime_error("flash_cute: this build has no kernel for head dim " +
-                             std::to_string(head_dim) + ", only for those up to " +
-                             std::to_string(kBuckets.back()) + " (FLASH_CUTE_HEAD_DIMS)");
-  }
+  [&]<std::size_t... I>(std::index_sequence<I...>) {
+    ((head_dim == kBuilt[I] && (f(Constant<kBuilt[I]>{}), true)) || ...);
+  }(std::make_index_sequence<kBuilt.size()>{});
 }
 
 // Calls `f` with `index`, which is one of [0, kCount).

@@ -10,10 +10,16 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 
-#include "device.h"
-#include "dispatch.h"
+#include "host/band.h"
+#include "host/build_info.h"
+#include "host/device.h"
+#include "host/launch_fwd.h"
+#include "host/plan_fwd.h"
+#include "host/scale.h"
+#include "sm90/tensor_map.h"
 
 using torch::stable::Tensor;
 
@@ -23,8 +29,6 @@ aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace flash_cute {
 namespace {
-
-constexpr int64_t kMaxHeadDim = 256;
 
 // The shape and strides of a tensor, asked for once, as each question is a call into libtorch.
 struct Geometry {
@@ -95,16 +99,21 @@ int32_t dtype_of(const Tensor& t) {
   return dtype;
 }
 
+std::optional<DType> dtype_from(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_float16()) return DType::kHalf;
+  if (dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  return {};
+}
+
 // What memory safety needs. `device` is q's.
 void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dtype, int32_t device,
-                  double softmax_scale) {
+                  std::optional<double> softmax_scale) {
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
                   "q, k and v must have 4 dimensions");
   STD_TORCH_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda() && k.get_device_index() == device &&
                       v.get_device_index() == device,
                   "q, k and v must be on the same CUDA device");
-  STD_TORCH_CHECK((dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_bfloat16()) &&
-                      dtype_of(k) == dtype && dtype_of(v) == dtype,
+  STD_TORCH_CHECK(dtype_from(dtype) && dtype_of(k) == dtype && dtype_of(v) == dtype,
                   "q, k and v must be all float16 or all bfloat16");
   const int64_t* size_q = Geometry(q).sizes;
   const int64_t* size_k = Geometry(k).sizes;
@@ -118,16 +127,19 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dty
                   "k and v must have the same heads and length");
   STD_TORCH_CHECK(size_k[1] > 0 ? size_q[1] % size_k[1] == 0 : size_q[1] == 0,
                   "the heads of q must be a multiple of those of k and v");
-  STD_TORCH_CHECK(size_q[2] < kMaxLength && size_k[2] < kMaxLength, "lengths must be below 2^30");
+  STD_TORCH_CHECK(size_q[2] <= kMaxLength && size_k[2] <= kMaxLength,
+                  "lengths must be at most 2^30 - 2^12");
   STD_TORCH_CHECK(size_q[0] <= INT32_MAX && size_q[1] <= INT32_MAX,
                   "batch and heads must be below 2^31");
-  STD_TORCH_CHECK(std::isfinite(softmax_scale), "softmax_scale must be finite");
+  STD_TORCH_CHECK(std::isfinite(softmax_scale.value_or(1)), "softmax_scale must be finite");
 }
 
-std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scale,
+int whole_chunks(int64_t head_dim) { return static_cast<int>((head_dim + 7) / 8 * 8); }
+
+std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<double> softmax_scale,
                                int64_t window_left, int64_t window_right,
-                               std::optional<int64_t> diagonal_offset, int64_t smem_limit,
-                               int64_t arch, int64_t splits) {
+                               std::optional<int64_t> diagonal_offset,
+                               std::optional<std::string> tuning) {
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
   check_inputs(q, k, v, dtype, device, softmax_scale);
@@ -139,6 +151,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
 
   const Geometry gq(q), gk(k);
   const int64_t batch = gq.sizes[0], heads_q = gq.sizes[1], len_q = gq.sizes[2];
+  const int64_t len_k = gk.sizes[2], head_dim = gq.sizes[3];
   const int64_t lse_strides[3] = {heads_q * len_q, len_q, 1};
   Tensor out = new_like(q, gq, dtype, device);
   Tensor lse = empty_strided(3, gq.sizes, lse_strides, aoti_torch_dtype_float32(), device);
@@ -153,7 +166,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
     g_out = Geometry(*out_copy);
   }
 
-  FwdParams params;
+  FwdParams params{};
   params.q = readable(q, q_copy);
   params.k = readable(k, k_copy);
   params.v = readable(v, v_copy);
@@ -164,22 +177,25 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
   params.heads_q = static_cast<int>(heads_q);
   params.group_size = static_cast<int>(heads_q / gk.sizes[1]);
   params.len_q = static_cast<int>(len_q);
-  params.len_k = static_cast<int>(gk.sizes[2]);
-  params.head_dim = static_cast<int>((gq.sizes[3] + 7) / 8 * 8);
-  set_scale(params, softmax_scale);
-  const MaskKind mask =
-      set_band(params, window_left, window_right, diagonal_offset.value_or(gk.sizes[2] - len_q));
+  params.len_k = static_cast<int>(len_k);
+  params.head_dim = params.head_dim_v = whole_chunks(head_dim);
+  params.dtype = *dtype_from(dtype);
+  params.mask = set_band(params.band, len_q, len_k, window_left, window_right,
+                         diagonal_offset.value_or(len_k - len_q));
+  params.scale = make_softmax_scale(softmax_scale.value_or(1 / std::sqrt(double(head_dim))));
+
+  const FwdPlan plan = plan_fwd(params, parse_overrides(tuning.value_or("")), properties_of(device),
+                                sm90::encode_fwd_maps);
   std::optional<Tensor> workspace;
-  const auto allocate = [&](int64_t bytes) {
+  if (plan.workspace_bytes > 0) {
     const int64_t stride = 1;
-    workspace = empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), device);
-    return workspace->data_ptr();
-  };
-  launch_fwd(params, dtype == aoti_torch_dtype_float16() ? DType::kHalf : DType::kBFloat16, mask,
-             {arch, smem_limit, splits}, device, static_cast<cudaStream_t>(stream), allocate);
+    workspace = empty_strided(1, &plan.workspace_bytes, &stride, aoti_torch_dtype_uint8(), device);
+  }
+  launch_fwd(plan, params, workspace ? workspace->data_ptr() : nullptr, device,
+             static_cast<cudaStream_t>(stream));
 
   if (out_copy) {
-    torch::stable::copy_(out, torch::stable::narrow(*out_copy, 3, 0, gq.sizes[3]));
+    torch::stable::copy_(out, torch::stable::narrow(*out_copy, 3, 0, head_dim));
   }
   return {out, lse};
 }
@@ -189,12 +205,12 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, double softmax_scal
 
 STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(
-      "fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, SymInt window_left=-1, SymInt "
-      "window_right=-1, "
-      "SymInt? diagonal_offset=0, SymInt smem_limit=0, SymInt arch=0, SymInt splits=0) -> (Tensor "
-      "out, Tensor softmax_lse)");
+      "fwd(Tensor q, Tensor k, Tensor v, *, float? softmax_scale=None, SymInt window_left=-1, "
+      "SymInt window_right=-1, SymInt? diagonal_offset=None, str? tuning=None) -> (Tensor out, "
+      "Tensor softmax_lse)");
   m.def("build_info() -> str");
-  m.def("tiles_for(int smem_limit) -> str");
+  m.def("tiles_for(int smem_per_cta) -> str");
+  m.def("plan(str request) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) { m.impl("fwd", TORCH_BOX(&flash_cute::fwd)); }
@@ -202,4 +218,5 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) { m.impl("fwd", TORCH_BOX(&flash_
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&flash_cute::build_info));
   m.impl("tiles_for", TORCH_BOX(&flash_cute::tiles_for));
+  m.impl("plan", TORCH_BOX(&flash_cute::plan));
 }

@@ -58,7 +58,7 @@ def generate(
     def instantiate(arch: str, head_dim: int, dtype: str, kinds: Iterable[str], name: str) -> None:
         lines = [
             f"template void launch_fwd_{arch}<{DTYPES[dtype]}, {head_dim}, {kind}>"
-            "(const FwdParams&, int, int, cudaStream_t);"
+            "(const FwdPlan&, const FwdParams&, int, cudaStream_t);"
             for kind in kinds
         ]
         path = out_dir / f"fwd_{arch}_hdim{head_dim}_{name}.cu"

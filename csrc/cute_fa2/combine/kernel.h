@@ -1,4 +1,4 @@
-// What has come of the parts of the keys, as one: a thread block for each query row.
+// The second kernel of split-KV: combines the results of the splits. A CTA for each query row.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -7,9 +7,9 @@
 
 #include "common/element.h"
 #include "common/fragment.h"
-#include "common/online_softmax.h"
 #include "common/platform.h"
-#include "params.h"
+#include "common/softmax_policy.h"
+#include "host/params.h"
 
 namespace flash_cute {
 
@@ -19,11 +19,11 @@ struct CombineKernel {
 
   struct Traits {
     static constexpr int kThreads = 256;
-    static constexpr int kMinBlocks = 0;
+    static constexpr int kMinCtas = 0;
     struct SharedMemory {
-      float limits[kThreads / 32];  // of a warp's parts
-      float weights[SplitKV::kMost];
-      // Sums over the parts that came to a thread: of weights, and of the weighted output.
+      float limits[kThreads / 32];  // the greatest of the splits that a warp looks at
+      float weights[SplitKV::kMaxCount];
+      // Of each thread, summed over its splits: the weights, and the weighted output.
       float sums[kThreads];
       alignas(16) float out[kThreads][4];
     };
@@ -36,7 +36,10 @@ struct CombineKernel {
     cutlass::FastDivmod chunks;  // of four columns
 
     explicit Arguments(const FwdParams& params)
-        : params(params), len_q(params.len_q), heads(params.heads_q), chunks(params.head_dim / 4) {}
+        : params(params),
+          len_q(params.len_q),
+          heads(params.heads_q),
+          chunks(params.head_dim_v / 4) {}
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
@@ -44,37 +47,37 @@ struct CombineKernel {
     using Copy16Bytes = UniversalCopy<uint128_t>;
     const FwdParams& params = arguments.params;
     const SplitKV& splits = params.splits;
-    const Reference<> reference(params);
+    const SoftmaxPolicy policy(params);
     const int thread = platform::thread_index();
     int batch_head, query, batch, head;
     arguments.len_q(batch_head, query, platform::cta_index());
     arguments.heads(batch, head, batch_head);
-    // Where the row begins of a (batch, heads_q, len_q, ...) tensor, and of part `split`.
+    // The address of the row in a (batch, heads_q, len_q, ...) tensor, of split `split`.
     const auto row_of = [&](const auto& view, int split = 0) {
       return view.data + (int64_t{split} * params.batch + batch) * view.stride_batch +
              head * view.stride_head + query * view.stride_row;
     };
 
-    // What a part weighs, with all brought to the greatest limit.
+    // The weights of the splits, all relative to the greatest limit.
     float limit = -INFINITY;
     for (int split = thread; split < splits.count; split += Traits::kThreads) {
-      limit = fmaxf(limit, row_of(splits.rows, split)->limit);
+      limit = fmaxf(limit, row_of(splits.stats, split)->limit);
     }
     CUTE_UNROLL
     for (int lanes = 16; lanes > 0; lanes /= 2) {
       limit = fmaxf(limit, platform::shuffle_xor(limit, lanes));
     }
     if (thread % 32 == 0) smem.limits[thread / 32] = limit;
-    platform::sync_cta();  // the limits are there, from all warps
+    platform::sync_cta();  // the limits of all warps are there
     CUTE_UNROLL
     for (float of_warp : smem.limits) limit = fmaxf(limit, of_warp);
     for (int split = thread; split < splits.count; split += Traits::kThreads) {
-      const RowStats row = *row_of(splits.rows, split);
-      smem.weights[split] = row.sum * reference.rescale(row.limit, limit);
+      const RowStats row = *row_of(splits.stats, split);
+      smem.weights[split] = row.sum * policy.rescale(row.limit, limit);
     }
-    platform::sync_cta();  // the weights of all parts are there
+    platform::sync_cta();  // the weights of all splits are there
 
-    // A thread has four columns of every so many parts.
+    // A thread sums four columns over every `stride`-th split.
     const int stride = Traits::kThreads / arguments.chunks.divisor;
     int first, chunk;
     arguments.chunks(first, chunk, thread);
@@ -96,9 +99,9 @@ struct CombineKernel {
     smem.sums[thread] = sum;
     copy(Copy_Atom<Copy16Bytes, float>{}, out,
          make_tensor(make_smem_ptr(smem.out[thread]), Shape<_4>{}));
-    platform::sync_cta();  // all sums are there
+    platform::sync_cta();  // the sums of all threads are there
 
-    // And now eight columns of all.
+    // A thread writes eight columns.
     const int first_chunk = 2 * thread;
     if (first_chunk >= arguments.chunks.divisor) return;
     float total = 0.f;
@@ -119,7 +122,7 @@ struct CombineKernel {
                   head * params.out.stride_head + query * params.out.stride_row + 8 * thread;
     copy(Copy_Atom<Copy16Bytes, uint32_t>{}, words,
          make_tensor(make_gmem_ptr(reinterpret_cast<uint32_t*>(to)), Shape<_4>{}));
-    if (thread == 0) *row_of(params.lse) = reference.lse({limit, total});
+    if (thread == 0) *row_of(params.lse) = policy.lse({limit, total});
   }
 };
 

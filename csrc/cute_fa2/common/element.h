@@ -1,15 +1,24 @@
-// The type by which CUTLASS and CuTe know a dtype.
+// The types by which CUTLASS and CuTe know a dtype.
 #pragma once
 
 #include <cutlass/numeric_types.h>
 
-#include <type_traits>
-
-#include "params.h"
+#include "host/params.h"
 
 namespace flash_cute {
 
 template <DType kDType>
-using ElementOf = std::conditional_t<kDType == DType::kHalf, cutlass::half_t, cutlass::bfloat16_t>;
+struct ElementType;
+template <>
+struct ElementType<DType::kHalf> {
+  using type = cutlass::half_t;
+};
+template <>
+struct ElementType<DType::kBFloat16> {
+  using type = cutlass::bfloat16_t;
+};
+
+template <DType kDType>
+using ElementOf = typename ElementType<kDType>::type;
 
 }  // namespace flash_cute

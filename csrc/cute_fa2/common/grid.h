@@ -1,4 +1,4 @@
-// Runs a kernel on a grid of thread blocks. Included by smXX/launch.h and splits.cu alone.
+// Runs a kernel on a grid of CTAs. Included by the launch headers and combine/launch.cu alone.
 #pragma once
 
 #include <cstdint>
@@ -9,21 +9,21 @@
 
 #include <cuda_runtime.h>
 
-#include "device.h"
+#include "host/device.h"
 
 namespace flash_cute {
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMinBlocks)
+__global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMinCtas)
     flash_cute_kernel(const __grid_constant__ typename Kernel::Arguments arguments) {
   // Aligned as the widest swizzle asks for.
   extern __shared__ __align__(1024) unsigned char smem[];
   Kernel::run(arguments, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
 }
 
-// Runs Kernel::run(arguments, shared memory) in each thread of `blocks` blocks.
+// Runs Kernel::run(arguments, shared memory) in each thread of `ctas` CTAs.
 template <class Kernel>
-void run_grid(const typename Kernel::Arguments& arguments, int64_t blocks, int device,
+void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int device,
               cudaStream_t stream) {
   using Traits = typename Kernel::Traits;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
@@ -36,7 +36,7 @@ void run_grid(const typename Kernel::Arguments& arguments, int64_t blocks, int d
     }
   }
   flash_cute_kernel<Kernel>
-      <<<static_cast<unsigned>(blocks), Traits::kThreads, kSmemBytes, stream>>>(arguments);
+      <<<static_cast<unsigned>(ctas), Traits::kThreads, kSmemBytes, stream>>>(arguments);
   check_cuda(cudaGetLastError());
 }
 

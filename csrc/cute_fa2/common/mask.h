@@ -1,14 +1,14 @@
 // Masks as intervals: for a query row, the first visible key and one past the last, of the keys
-// that the tile attends to. Both never decrease from a row to the next, and from them alone follow
-// the key blocks that a tile visits, those that need no test of single elements, and that test.
+// that the tile attends to. Neither decreases from a row to the next. From them alone follow the
+// key blocks that a tile visits, those that need no element test, and that test.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "common/platform.h"
 #include "common/sequence.h"
-#include "common/tile.h"
-#include "params.h"
+#include "host/gqa_layout.h"
+#include "host/params.h"
 
 namespace flash_cute {
 
@@ -20,30 +20,25 @@ struct BlockRange {
 template <MaskKind kKind>
 class Mask {
  public:
-  CUTE_HOST_DEVICE Mask(const FwdParams& params, Sequence sequence, const PackGqa& pack_gqa)
-      : key_begin_(sequence.key_begin),
-        key_end_(sequence.key_end),
-        band_begin_(params.band_begin),
-        band_end_(params.band_end),
-        pack_gqa_(pack_gqa) {}
+  CUTE_DEVICE Mask(const FwdParams& params, const Sequence& sequence, const GqaLayout& gqa)
+      : key_begin_(sequence.key_begin), key_end_(sequence.key_end), band_(params.band), gqa_(gqa) {}
 
-  CUTE_HOST_DEVICE int begin(int row) const {
+  CUTE_DEVICE int begin(int row) const {
     return kKind == MaskKind::kFull ? key_begin_
-                                    : cute::max(key_begin_, pack_gqa_.query(row) + band_begin_);
+                                    : cute::max(key_begin_, band_.begin_of(gqa_.query(row)));
   }
-  CUTE_HOST_DEVICE int end(int row) const {
-    return kKind == MaskKind::kFull ? key_end_
-                                    : cute::min(key_end_, pack_gqa_.query(row) + band_end_);
+  CUTE_DEVICE int end(int row) const {
+    return kKind == MaskKind::kFull ? key_end_ : cute::min(key_end_, band_.end_of(gqa_.query(row)));
   }
 
-  // The key blocks of which any of the rows [row_begin, row_end) sees a key; empty (end <= begin)
-  // when there is none.
+  // The key blocks of which any of the rows [row_begin, row_end) sees a key. Empty (end <= begin)
+  // if there is none.
   CUTE_DEVICE BlockRange visible_blocks(int row_begin, int row_end, int block_n) const {
     return {begin(row_begin) / block_n, (cute::max(0, end(row_end - 1)) + block_n - 1) / block_n};
   }
 
-  // The key blocks of which every one of `rows` rows from `row_origin` on sees every key. In other
-  // visible blocks `cuts` holds; who has the registers finds out once a tile.
+  // The key blocks of which each of the `rows` rows from `row_origin` on sees every key. For all
+  // other visible blocks `cuts` is true.
   CUTE_DEVICE BlockRange whole_blocks(int row_origin, int rows, int block_n) const {
     return {(begin(row_origin + rows - 1) + block_n - 1) / block_n, end(row_origin) / block_n};
   }
@@ -55,20 +50,20 @@ class Mask {
     return end(row_origin) < key_origin + keys || begin(row_origin + rows - 1) > key_origin;
   }
 
-  // Sets the scores outside each row's interval to -inf. `scores` are a thread's, `coords` (row and
-  // key of each score within the tile of `rows` x `keys`) in the same (rows, columns) layout, and
-  // `offsets` those of thread 0, which are constants; the tile begins at (row_origin, key_origin).
+  // Sets the scores outside each row's interval to -inf. The tile of `rows` x `keys` begins at
+  // (row_origin, key_origin). `scores` are a thread's, and `coords` their (row, key) in the tile,
+  // in the same (rows, columns) layout. `offsets` are the coords of thread 0, which are constants.
   template <class Scores, class Coords, class Offsets>
   CUTE_DEVICE void apply(Scores& scores, const Coords& coords, const Offsets& offsets,
                          int row_origin, int rows, int key_origin, int keys) const {
-    // Few blocks need this: what is computed on the way must not cost the others registers.
+    // Few blocks come here. Rematerialized, so that the others pay no registers for it.
     row_origin = platform::rematerialize(row_origin);
-    // Coordinates may be unsigned; what they are compared with may be below 0.
+    // Coordinates may be unsigned. What they are compared with may be below 0.
     const auto row_of = [](auto coord) { return static_cast<int>(cute::get<0>(coord)); };
     const auto key_of = [](auto coord) { return static_cast<int>(cute::get<1>(coord)); };
     const int first_row = row_origin + row_of(coords(0, 0));
     const int first_key = key_origin + key_of(coords(0, 0));
-    // Each of the two edges costs a test of every score, so only where it crosses the tile.
+    // Each of the two edges costs a test of every score. Only where it crosses the tile.
     if (end(row_origin) < key_origin + keys) {
       CUTE_UNROLL
       for (int r = 0; r < cute::size<0>(scores); ++r) {
@@ -94,9 +89,8 @@ class Mask {
  private:
   int key_begin_;
   int key_end_;
-  int band_begin_;
-  int band_end_;
-  PackGqa pack_gqa_;  // of two rows the later one's query is no earlier
+  Band band_;
+  GqaLayout gqa_;  // of two rows, the later one's query is no earlier
 };
 
 }  // namespace flash_cute

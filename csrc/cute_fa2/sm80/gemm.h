@@ -6,7 +6,7 @@
 
 namespace flash_cute::sm80 {
 
-// fetch(pair, k): B's fragments of 16 columns of C (2 MMAs) and one k16 step, by one ldmatrix.
+// copy(pair, k): B's fragments of 16 columns of C (2 MMAs) and one k16 step, by one ldmatrix.
 template <class LoadB, class B, class SmemB>
 CUTE_DEVICE auto copy_b_fragments(unsigned thread, B& rB, const SmemB& sB) {
   auto thread_load_b = LoadB{}.get_slice(thread);
@@ -17,7 +17,7 @@ CUTE_DEVICE auto copy_b_fragments(unsigned thread, B& rB, const SmemB& sB) {
   };
 }
 
-// The products of one such fetch: to columns 16 pair .. 16 pair + 15 of C (4, MMA_M, columns / 8)
+// The products of one such copy: to columns 16 pair .. 16 pair + 15 of C (4, MMA_M, columns / 8)
 // come those of A (8, MMA_M) and B (4, columns / 8), of one k16 step.
 template <class TiledMma, class A, class B, class C>
 CUTE_DEVICE void gemm_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& rC) {
@@ -32,22 +32,22 @@ CUTE_DEVICE void gemm_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& 
 }
 
 // C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of the
-// products that use them and no more, as registers are short. `fetch_a(k)` brings A's fragments
+// products that use them and no more, as registers are short. `copy_a(k)` brings A's fragments
 // of step k and is called ahead of that step's products.
-template <class LoadB, class TiledMma, class A, class FetchA, class B, class SmemB, class C>
-CUTE_DEVICE void multiply(TiledMma mma, unsigned thread, const A& rA, const FetchA& fetch_a, B& rB,
-                          const SmemB& sB, C& rC) {
+template <class LoadB, class TiledMma, class A, class CopyA, class B, class SmemB, class C>
+CUTE_DEVICE void warp_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a, B& rB,
+                           const SmemB& sB, C& rC) {
   using namespace cute;
   constexpr int kPairs = decltype(size<1>(rB))::value / 2;
   constexpr int kSteps = decltype(size<2>(rB))::value;
-  auto fetch_b = copy_b_fragments<LoadB>(thread, rB, sB);
-  fetch_a(0);
-  fetch_b(0, 0);
+  auto copy_b = copy_b_fragments<LoadB>(thread, rB, sB);
+  copy_a(0);
+  copy_b(0, 0);
   CUTE_UNROLL
   for (int i = 0; i < kPairs * kSteps; ++i) {
     const int k = i / kPairs, pair = i % kPairs;
-    if (pair == 0 && k + 1 < kSteps) fetch_a(k + 1);
-    if (i + 1 < kPairs * kSteps) fetch_b((i + 1) % kPairs, (i + 1) / kPairs);
+    if (pair == 0 && k + 1 < kSteps) copy_a(k + 1);
+    if (i + 1 < kPairs * kSteps) copy_b((i + 1) % kPairs, (i + 1) / kPairs);
     gemm_pair(mma, rA(_, _, k), rB(_, _, k), pair, rC);
   }
 }

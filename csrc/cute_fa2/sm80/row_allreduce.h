@@ -1,4 +1,4 @@
-// Who holds the rows of a thread's scores: the lanes of a quad, or those of several warps.
+// How the holders of a row agree: the lanes of a quad, or of a quad in each of several warps.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,8 +9,8 @@
 
 namespace flash_cute::sm80 {
 
-// As QuadAllreduce, of rows that several warps share. All threads of the block ask together, and
-// `any` and `meet` are barriers of theirs. Between two reductions there is to be a barrier, so that
+// As QuadAllreduce, for rows that several warps share. All threads of the CTA call together; `any`
+// and `sync` are barriers of the CTA. Between two reductions the caller needs a barrier, so that
 // words are read before they are written again.
 template <class Traits>
 class CrossWarpAllreduce {
@@ -19,7 +19,7 @@ class CrossWarpAllreduce {
       : words_(exchange.rows), thread_(thread) {}
 
   CUTE_DEVICE bool any(bool predicate) const { return platform::sync_cta_or(predicate); }
-  CUTE_DEVICE void meet() const { platform::sync_cta(); }
+  CUTE_DEVICE void sync() const { platform::sync_cta(); }
 
   template <int kRows>
   CUTE_DEVICE void max(float (&rows)[kRows]) const {
@@ -34,7 +34,7 @@ class CrossWarpAllreduce {
   }
 
  private:
-  // In the same order for all warps, so that they agree to the last bit.
+  // All warps combine in the same order, so that they agree to the last bit.
   template <int kRows, class Combine>
   CUTE_DEVICE void reduce(float (&rows)[kRows], const Combine& combine) const {
     if (thread_ % 4 == 0) {
@@ -42,7 +42,7 @@ class CrossWarpAllreduce {
       CUTE_UNROLL
       for (int r = 0; r < kRows; ++r) mine(r, 0) = rows[r];
     }
-    platform::sync_cta();  // the words are there, from all warps
+    platform::sync_cta();  // the words of all warps are there
     CUTE_UNROLL
     for (int warp = 0; warp < Traits::kColumnWarps; ++warp) {
       auto theirs = words_of(warp);
@@ -65,7 +65,7 @@ class CrossWarpAllreduce {
   unsigned thread_;
 };
 
-// As OnlineSoftmax asks for them.
+// What OnlineSoftmax takes.
 template <class Traits>
 CUTE_DEVICE auto row_allreduce(typename Traits::SharedMemory& smem, unsigned thread) {
   if constexpr (Traits::kSharesRows) {

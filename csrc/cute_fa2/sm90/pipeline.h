@@ -1,4 +1,4 @@
-// The rings of stages in shared memory through which the producer hands tiles to the consumers:
+// The pipelines of shared-memory stages through which the producer hands tiles to the consumers:
 // their barriers, and what both sides have to agree on.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace flash_cute::sm90 {
 
-// Which stage of a ring comes next, and the parity of the phase in which its barriers are.
+// The stage that comes next, and the parity of the phase in which its barriers are.
 template <int kStages>
 struct PipelineState {
   int stage = 0;
@@ -49,15 +49,22 @@ struct Pipeline {
     }
   }
 
-  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, WorkTile tile) {
+  // The sequence of a tile, with the keys of its split.
+  static CUTE_DEVICE Sequence sequence(const Arguments& arguments, WorkTile tile) {
     const FwdParams& params = arguments.params;
-    return {params,
-            Traits::kSplits ? Sequence(params, arguments.scheduler.split(tile)) : Sequence(params),
-            arguments.pack_gqa};
+    if constexpr (Traits::kSplitKV) {
+      return Sequence(params, arguments.scheduler.sequence(tile), arguments.scheduler.split(tile));
+    } else {
+      return Sequence(params, tile.batch);
+    }
+  }
+
+  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, WorkTile tile) {
+    return {arguments.params, sequence(arguments, tile), arguments.pack_gqa};
   }
 
   // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
-  // there is none, so that there is always a block to work on.
+  // there is none. So there is always a block to work on.
   static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, WorkTile tile) {
     const BlockRange blocks =
         mask(arguments, tile).visible_blocks(tile.row0, tile.row_end, Traits::kBlockN);

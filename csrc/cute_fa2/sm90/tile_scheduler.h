@@ -1,139 +1,82 @@
-// Which tiles a thread block works on, one after the other. There is one block for each
-// multiprocessor, and the tiles are dealt out in advance.
+// Which tiles a persistent CTA works on, one after the other. All is decided before the launch
+// (host/tile_schedule.h): nothing is counted at run time.
 #pragma once
 
 #include <cutlass/fast_math.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstdlib>
 #include <cute/config.hpp>
 #include <cute/numeric/math.hpp>
-#include <numeric>
 
-#include "common/tile.h"
-#include "common/tile_order.h"
-#include "config.h"
-#include "params.h"
+#include "common/pack_gqa.h"
+#include "common/tile_decoder.h"
+#include "host/tile_schedule.h"
 
 namespace flash_cute::sm90 {
 
-// What a thread block works on at a time: a tile of the order, or some consumers' rows of one.
+// What a CTA works on at a time: a tile, or a subtile of one (TailSplit).
 struct WorkTile {
-  int row0, row_end;  // its query rows; more consumers than that have rows have nothing to do
-  int head;           // query head, or group of them (PackGqa)
-  int batch;  // of keys in parts (SplitKV), where results stand: part * params.batch + batch
+  int row0, row_end;  // its query rows; consumers beyond them have nothing to do
+  int head;           // as tiles count heads (GqaLayout)
+  int batch;          // of results: split * params.batch + the sequence
 };
 
-// Tiles are dealt out in rounds, of which every other runs backwards over the blocks: who had the
-// longer tile has the shorter one next. Sections of tiles that differ much begin anew, in pairs:
-// the second begins backwards, so that of as many rounds its last, in which there is not a tile for
-// everybody, is for those whom the first one's spared; and the next pair with another block.
+// Tiles are shared out in rounds. Every other round runs backwards over the CTAs: a CTA that had a
+// long tile gets a short one next.
 //
-// Tiles of which there are too few for all blocks are dealt out in parts (TailSplit).
-class TileScheduler {
+// SchedulePolicy::kHeadGroups schedules each head group anew, in pairs: the second of a pair begins
+// backwards. If both have as many rounds, the CTAs that had no tile in the first one's last round
+// have one in the second's. The next pair begins at another CTA.
+class PersistentTileScheduler {
  public:
-  static TileScheduler make(const FwdParams& params, const PackGqa& pack_gqa, MaskKind mask,
-                            int block_m, int multiprocessors, int l2_bytes) {
-    const int m_blocks = pack_gqa.m_blocks(params.len_q, block_m);
-    // A consumer with few rows works as long as one with all of its own; one without any waits for
-    // the others, who alone take more than half of a whole tile's time.
-    constexpr int kRows = FwdConfigSm90::kConsumerRows;
-    const int last_rows = pack_gqa.count(params.len_q) - (m_blocks - 1) * block_m;
-    const int worth = std::max((last_rows + kRows - 1) / kRows * kRows, block_m * 3 / 5);
-
-    // Equal tiles need no order but that of memory, and those of keys in parts are about equal.
-    // Others are dealt out anew for each section where they differ much, by a mask or in a short
-    // head's last one, unless a section has less than 5/4 rounds: that would leave blocks without a
-    // tile.
-    const bool splits = params.splits.count > 1;
-    const bool equal = splits || (mask == MaskKind::kFull && worth == block_m);
-    const int64_t places = multiprocessors;
-    const int64_t kv_head_tiles = int64_t{pack_gqa.group_size()} * m_blocks;
-    const auto anew = [&](int section) {
-      return !equal && (mask != MaskKind::kFull || m_blocks <= 6) &&
-             4 * (section * kv_head_tiles) >= 5 * places;
-    };
-    // As few sections as L2 allows, of as many heads each, but for the first. Or, if so many heads,
-    // give or take a tenth, fill whole rounds, and enough for the first section are left, of these.
-    const int kv_heads = params.heads_kv() * params.batch;
-    const int fill_rounds = static_cast<int>(places / std::gcd(kv_head_tiles, places));
-    const auto heads_of_section = [&](int thirds_of_l2) {
-      const int most = TileOrder::kv_heads_within(l2_bytes / 3 * thirds_of_l2, params);
-      const int sections = (kv_heads - 1) / most + 1;
-      const int section = (kv_heads - 1) / sections + 1;
-      const int filling = (section + fill_rounds / 2) / fill_rounds * fill_rounds;
-      const bool fills = sections > 1 && filling > 0 &&
-                         10 * std::abs(filling - section) <= section &&
-                         anew((kv_heads - 1) % filling + 1);
-      return fills ? filling : section;
-    };
-    // Of short sequences K and V are read from memory about as fast as they are used: smaller
-    // sections keep reads and work mixed, best of all those of one head.
-    const bool few_keys = mask != MaskKind::kFull && params.len_k < 1024;
-    const bool by_heads =
-        equal || (few_keys && worth == block_m &&
-                  even_by_heads(params, kv_head_tiles, kv_heads * kv_head_tiles, places));
-    const bool small = few_keys && anew(heads_of_section(1));
-    const int section = by_heads ? 1 : heads_of_section(small ? 1 : 2);
-
-    const int64_t tiles = kv_heads * kv_head_tiles * params.splits.count;
-    const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
-    const TailSplit dealt = anew(section) || splits
-                                ? TailSplit{tiles, 0, 1, block_m}
-                                : TailSplit::make(block_m, mask, is_triangle, tiles, places);
-    const bool all_cut = dealt.whole == 0 && dealt.parts > 1;  // of parts none lacks consumers
-
-    TileScheduler s;
-    s.order_ = TileOrder::make(params, pack_gqa, mask, block_m, all_cut ? block_m : worth, section);
-    s.block_m_ = block_m;
-    s.whole_ = static_cast<int>(dealt.whole);
-    s.parts_ = cutlass::FastDivmod(dealt.parts);
-    s.part_rows_ = dealt.part_rows;
-    s.count_ = static_cast<int>(dealt.whole + dealt.cut * dealt.parts);
-    s.blocks_ = std::min(s.count_, multiprocessors);
-    s.first_dealt_ = anew(section) ? s.order_.first_section_tiles() : s.count_;
-    s.dealt_together_ = anew(section) ? s.order_.section_tiles() : s.count_;
-    return s;
+  PersistentTileScheduler(const TileSchedule& schedule, const PackGqa& pack_gqa, int batch)
+      : decoder_(schedule.order, pack_gqa.heads, batch),
+        block_m_(schedule.block_m),
+        whole_tiles_(static_cast<int>(schedule.tail.whole_tiles)),
+        subtiles_(schedule.tail.subtiles),
+        subtile_rows_(schedule.tail.subtile_rows),
+        count_(static_cast<int>(schedule.tail.work_tiles())),
+        ctas_(schedule.ctas) {
+    const bool anew = schedule.policy == SchedulePolicy::kHeadGroups;
+    first_together_ = anew ? decoder_.first_head_group_tiles() : count_;
+    together_ = anew ? decoder_.head_group_tiles() : count_;
   }
 
-  int blocks() const { return blocks_; }
-
-  // A block's tiles, one after the other.
-  class Tiles {
+  // A CTA's work tiles, by number.
+  class Iterator {
    public:
-    CUTE_DEVICE explicit Tiles(int block) : place_(block) {}
+    CUTE_DEVICE explicit Iterator(int cta) : place_(cta) {}
 
-    // The index of the next tile; past the last, one that the scheduler has not.
-    CUTE_DEVICE int next(const TileScheduler& scheduler) {
-      const unsigned tiles = scheduler.count_, blocks = scheduler.blocks_;
+    // The number of the next work tile; past the last, one that the scheduler has not.
+    CUTE_DEVICE int next(const PersistentTileScheduler& scheduler) {
+      const unsigned tiles = scheduler.count_, ctas = scheduler.ctas_;
       while (first_ < tiles) {
-        const unsigned section_tiles =
-            first_ == 0 ? scheduler.first_dealt_ : scheduler.dealt_together_;
-        const unsigned in_section = dealt_ + (is_backward_ ? blocks - 1 - place_ : place_);
-        const unsigned index = first_ + in_section;
-        const bool exists = in_section < section_tiles && index < tiles;
-        dealt_ += blocks;
+        const unsigned together = first_ == 0 ? scheduler.first_together_ : scheduler.together_;
+        const unsigned offset = scheduled_ + (is_backward_ ? ctas - 1 - place_ : place_);
+        const unsigned index = first_ + offset;
+        const bool exists = offset < together && index < tiles;
+        scheduled_ += ctas;
         is_backward_ = !is_backward_;
-        if (dealt_ >= section_tiles) {
-          first_ += section_tiles;
-          dealt_ = 0;
-          is_backward_ = ++section_ % 2 != 0;
-          if (!is_backward_) {  // 1/2, 1/4, 3/4, 1/2, 0, ... of the blocks from where it began
-            place_ += section_ % 4 != 0 ? blocks / 2 : blocks * 3 / 4;
-            if (place_ >= blocks) place_ -= blocks;
-          }
-        }
+        if (scheduled_ >= together) start_next_group(together, ctas);
         if (exists) return static_cast<int>(index);
       }
       return scheduler.count_;
     }
 
    private:
-    unsigned place_;        // of the block among the blocks, in this section
-    unsigned first_ = 0;    // tile of the section; past the last it may pass 2^31
-    unsigned dealt_ = 0;    // tiles of the section, in the rounds before
-    unsigned section_ = 0;  // how many were dealt out before this one
+    CUTE_DEVICE void start_next_group(unsigned together, unsigned ctas) {
+      first_ += together;
+      scheduled_ = 0;
+      is_backward_ = ++group_ % 2 != 0;
+      if (!is_backward_) {  // 1/2, 1/4, 3/4, 1/2, 0, ... of the CTAs from where the first one began
+        place_ += group_ % 4 != 0 ? ctas / 2 : ctas * 3 / 4;
+        if (place_ >= ctas) place_ -= ctas;
+      }
+    }
+
+    unsigned place_;          // of the CTA among the CTAs, in this group
+    unsigned first_ = 0;      // tile of the group; past the last it may pass 2^31
+    unsigned scheduled_ = 0;  // tiles of the group, in the rounds before
+    unsigned group_ = 0;      // groups before this one
     bool is_backward_ = false;
   };
 
@@ -141,49 +84,35 @@ class TileScheduler {
     return static_cast<unsigned>(index) < static_cast<unsigned>(count_);
   }
 
-  // Which part of the keys a tile has, and of which sequence.
-  CUTE_DEVICE int split(WorkTile tile) const { return order_.per_batch().div(tile.batch); }
-  CUTE_DEVICE int sequence(WorkTile tile) const { return order_.per_batch().rem(tile.batch); }
+  // Which split of the keys a tile has, and of which sequence.
+  CUTE_DEVICE int split(WorkTile tile) const { return decoder_.per_batch().div(tile.batch); }
+  CUTE_DEVICE int sequence(WorkTile tile) const { return decoder_.per_batch().rem(tile.batch); }
 
-  // Of heads with so many rows. A part of a tile that lacks rows may have none.
-  CUTE_DEVICE WorkTile tile(int index, int row_count) const {
-    const bool is_part = index >= whole_;
-    int cut, part;
-    parts_(cut, part, is_part ? index - whole_ : 0);
-    const TileCoord tile = order_.tile(is_part ? whole_ + cut : index);
+  // Its rows may end behind those of the sequence; a subtile may have none of them.
+  CUTE_DEVICE WorkTile tile(int index) const {
+    const bool is_subtile = index >= whole_tiles_;
+    int tail_tile, subtile;
+    subtiles_(tail_tile, subtile, is_subtile ? index - whole_tiles_ : 0);
+    const TileCoord tile = decoder_.tile(is_subtile ? whole_tiles_ + tail_tile : index);
     int row0 = tile.m_block * block_m_, row_end = row0 + block_m_;
-    if (is_part) {
-      row0 += part * part_rows_;
-      row_end = cute::min(row_end, row0 + part_rows_);
+    if (is_subtile) {
+      row0 += subtile * subtile_rows_;
+      row_end = cute::min(row_end, row0 + subtile_rows_);
     }
-    const int batch = tile.split * order_.per_batch().divisor + tile.batch;
-    return {row0, cute::min(row_end, row_count), tile.head, batch};
+    const int batch = tile.split * decoder_.per_batch().divisor + tile.batch;
+    return {row0, row_end, tile.head, batch};
   }
 
  private:
-  // Whether blocks get equal work from one head of K and V after the other, under a mask: if two
-  // rounds hold whole heads, then who has the i-th tile of a head has the i-th from the end of
-  // another next, and of whole tiles, if each row sees one key more than the row before, all such
-  // pairs are equal. What the last two rounds lack is to be little of all.
-  static bool even_by_heads(const FwdParams& params, int64_t kv_head_tiles, int64_t tiles,
-                            int64_t places) {
-    const bool rows_grow_evenly = !params.is_window() && params.band_end >= 0 &&
-                                  params.len_q - 1 + params.band_end <= params.len_k;
-    const int64_t two_rounds = 2 * places;
-    const int64_t in_whole_rounds = (tiles + two_rounds - 1) / two_rounds * two_rounds;
-    return rows_grow_evenly && two_rounds % kv_head_tiles == 0 &&
-           100 * in_whole_rounds <= 105 * tiles;
-  }
-
-  TileOrder order_;
+  TileDecoder decoder_;
   int block_m_;
-  int whole_;                  // tiles that are dealt out whole, before the others' parts:
-  cutlass::FastDivmod parts_;  // so many of each, of
-  int part_rows_;              // so many rows
-  int count_;                  // of whole tiles and parts
-  int blocks_;
-  int first_dealt_;     // tiles that are dealt out together at first: a section's, or all
-  int dealt_together_;  // and then
+  int whole_tiles_;               // come before the subtiles:
+  cutlass::FastDivmod subtiles_;  // so many of each tail tile, of
+  int subtile_rows_;              // so many rows
+  int count_;                     // work tiles
+  int ctas_;
+  int first_together_;  // tiles that are scheduled together at first: a head group's, or all
+  int together_;        // and then
 };
 
 }  // namespace flash_cute::sm90

@@ -1,8 +1,8 @@
-// What an SM80 kernel is launched with.
+// What an SM80 forward kernel is launched with.
 #pragma once
 
-#include "common/tile.h"
-#include "params.h"
+#include "common/pack_gqa.h"
+#include "host/params.h"
 #include "sm80/tile_scheduler.h"
 
 namespace flash_cute::sm80 {
@@ -10,7 +10,7 @@ namespace flash_cute::sm80 {
 struct Arguments {
   FwdParams params;
   PackGqa pack_gqa;
-  TileScheduler scheduler;
+  SingleTileScheduler scheduler;
 };
 
 }  // namespace flash_cute::sm80

@@ -1,12 +1,13 @@
-// What a finished tile leaves in global memory: O, through shared memory for 16-byte stores, and
-// the log-sum-exp.
+// Writes a finished tile to global memory: O, through shared memory for 16-byte stores, and the
+// log-sum-exp.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "common/fragment.h"
+#include "common/pack_gqa.h"
 #include "common/platform.h"
-#include "common/tile.h"
+#include "common/sequence.h"
 #include "sm80/fwd/arguments.h"
 
 namespace flash_cute::sm80 {
@@ -19,7 +20,7 @@ struct FwdEpilogue {
 
   // tOrO  (4, MMA_M, kHeadDimV / 8), normalised
   template <class Out, class Softmax>
-  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, int len_q,
+  static CUTE_DEVICE void run(const Arguments& arguments, TileCoord tile, const Sequence& sequence,
                               typename Traits::SharedMemory& smem, const Out& tOrO,
                               const Softmax& softmax) {
     using namespace cute;
@@ -33,13 +34,13 @@ struct FwdEpilogue {
     auto rO = convert<ElementOut>(tOrO);  // (4, MMA_M, kHeadDimV / 8)
     typename Traits::StoreO store_o;
     auto thread_store_o = store_o.get_slice(thread);
-    // In the space of Q, which no warp reads any more.
+    // Into the space of Q, which no warp reads any more.
     copy(store_o, thread_store_o.retile_S(rO), thread_store_o.partition_D(sO));
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
-    visit_rows<Softmax>(pack_gqa, row0, len_q, tOcO, [&](int row, int mine) {
-      *pack_gqa.find<float>(params.lse, tile, row) = softmax.lse(mine);
+    visit_rows<Softmax>(pack_gqa, row0, sequence, tOcO, [&](int row, int mine) {
+      *pack_gqa.find<float>(params.lse, tile, row, sequence) = softmax.lse(mine);
     });
 
     platform::sync_cta();  // O is in shared memory, from all warps
@@ -49,23 +50,23 @@ struct FwdEpilogue {
     // (8, rows, columns) -> (row, column)
     auto at = thread_copy.partition_S(make_identity_tensor(ShapeO{}));
     constexpr int kRows = decltype(size<1>(from))::value;
-    pack_gqa.walk<ElementOut, kRows, Traits::kBlockM / kRows>(
-        params.out, tile, row0 + static_cast<int>(get<0>(at(0, 0, 0))), len_q,
+    pack_gqa.for_each_row<ElementOut, kRows, Traits::kBlockM / kRows>(
+        params.out, tile, row0 + static_cast<int>(get<0>(at(0, 0, 0))), sequence,
         [&](int r, ElementOut* out, bool exists) {
           CUTE_UNROLL
           for (int c = 0; c < size<2>(from); ++c) {
             const int column = get<1>(at(0, r, c));
-            if (exists && column < params.head_dim) {
+            if (exists && column < params.head_dim_v) {
               copy(gmem_copy, from(_, r, c), make_tensor(make_gmem_ptr(out + column), Shape<_8>{}));
             }
           }
         });
   }
 
-  // The same of a part of the keys: O in fp32, straight from registers, and the rows' stats.
+  // The result of a split: O in fp32, from registers, and the rows' statistics.
   template <class Out, class Softmax>
-  static CUTE_DEVICE void run_split(const Arguments& arguments, TileCoord tile, int len_q,
-                                    Out& tOrO, const Softmax& softmax) {
+  static CUTE_DEVICE void run_split(const Arguments& arguments, TileCoord tile,
+                                    const Sequence& sequence, Out& tOrO, const Softmax& softmax) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const PackGqa& pack_gqa = arguments.pack_gqa;
@@ -73,22 +74,22 @@ struct FwdEpilogue {
     tile.batch += tile.split * params.batch;
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(platform::thread_index()).partition_C(make_identity_tensor(ShapeO{})));
-    visit_rows<Softmax>(pack_gqa, row0, len_q, tOcO, [&](int row, int mine) {
-      *pack_gqa.find<RowStats>(params.splits.rows, tile, row) = softmax.stats(mine);
+    visit_rows<Softmax>(pack_gqa, row0, sequence, tOcO, [&](int row, int mine) {
+      *pack_gqa.find<RowStats>(params.splits.stats, tile, row, sequence) = softmax.stats(mine);
     });
     auto out = as_matrix(tOrO);  // (rows, columns)
     CUTE_UNROLL
     for (int r = 0; r < size<0>(out); ++r) {
       const int row = row0 + static_cast<int>(get<0>(tOcO(r, 0)));
-      const bool exists = pack_gqa.exists(row, len_q);
-      float* to = pack_gqa.find<float>(params.splits.out, tile, row);
+      const bool exists = pack_gqa.exists(row, sequence);
+      float* to = pack_gqa.find<float>(params.splits.out, tile, row, sequence);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); c += 2) {
         const int column = get<1>(tOcO(r, c));
         auto pair = make_tensor<float>(_2{});  // of columns that lie together
         pair(0) = out(r, c);
         pair(1) = out(r, c + 1);
-        if (exists && column < params.head_dim) {
+        if (exists && column < params.head_dim_v) {
           copy(Copy_Atom<UniversalCopy<uint64_t>, float>{}, pair,
                make_tensor(make_gmem_ptr(to + column), Shape<_2>{}));
         }
@@ -97,17 +98,17 @@ struct FwdEpilogue {
   }
 
  private:
-  // Calls visit(row, which of the thread's rows it is) for the rows that this thread is to say
-  // something of: of the four who hold the first columns, each has one of their two or four rows.
+  // Calls visit(row, index among the thread's rows) for the one row that this thread reports: each
+  // of the lanes of a quad that hold the first columns has one of the quad's two or four rows.
   template <class Softmax, class Coords, class Visit>
-  static CUTE_DEVICE void visit_rows(const PackGqa& pack_gqa, int row0, int len_q,
+  static CUTE_DEVICE void visit_rows(const PackGqa& pack_gqa, int row0, const Sequence& sequence,
                                      const Coords& tOcO, const Visit& visit) {
     using namespace cute;
     static_assert(Softmax::kRows <= 4);
     const int mine = static_cast<int>(get<1>(tOcO(0, 0))) / 2;
     if (mine >= Softmax::kRows) return;
     const int row = row0 + static_cast<int>(get<0>(tOcO(mine, 0)));
-    if (pack_gqa.exists(row, len_q)) visit(row, mine);
+    if (pack_gqa.exists(row, sequence)) visit(row, mine);
   }
 };
 

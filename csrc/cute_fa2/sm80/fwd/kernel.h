@@ -1,15 +1,18 @@
-// One tile of the forward from beginning to end: whose rows, which keys, the main loop, the
+// One tile of the SM80 forward from beginning to end: which rows and keys, the main loop, the
 // epilogue.
 #pragma once
 
-#include "common/copy.h"
+#include <type_traits>
+
+#include "common/kv_source.h"
 #include "common/mask.h"
+#include "common/pack_gqa.h"
 #include "common/platform.h"
 #include "common/sequence.h"
-#include "common/tile.h"
 #include "sm80/fwd/arguments.h"
 #include "sm80/fwd/epilogue.h"
 #include "sm80/fwd/mainloop.h"
+#include "sm80/fwd/mainloop_pipelined.h"
 #include "sm80/fwd/traits.h"
 #include "sm80/row_allreduce.h"
 
@@ -19,14 +22,15 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm80::Arguments;
-  // As many as are faster (README.md): with more, ptxas finds a worse order of instructions, or
-  // spills.
+  // As many as are faster. With more, ptxas finds a worse order of instructions, or spills.
   static constexpr KeptAddresses kKeptAddresses =
       Traits::kPipelinedQk                                    ? KeptAddresses::kThreadAndTarget
       : kMask == MaskKind::kBanded && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
                                                               : KeptAddresses::kHead;
   using KVSource = DenseKV<Traits, kKeptAddresses>;
-  using Mainloop = FwdMainloop<Traits, kMask, KVSource>;
+  using Mainloop =
+      std::conditional_t<Traits::kPipelinedQk, FwdMainloopPipelined<Traits, kMask, KVSource>,
+                         FwdMainloop<Traits, kMask, KVSource>>;
   using Epilogue = FwdEpilogue<Traits>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
@@ -34,32 +38,32 @@ struct FwdKernel {
     const FwdParams& params = arguments.params;
     const PackGqa& pack_gqa = arguments.pack_gqa;
     const TileCoord tile = tile_of(arguments, platform::cta_index());
-    const Sequence sequence(params, tile.split);
+    const Sequence sequence(params, tile.batch, tile.split);
     const Mask<kMask> mask(params, sequence, pack_gqa);
 
     KVSource kv_source(params, tile.batch, platform::warp_uniform(pack_gqa.kv_head(tile.head)),
-                       sequence.len_k, platform::thread_index());
+                       sequence, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
     typename Mainloop::Softmax softmax(params);
-    Mainloop(arguments, tile, kv_source, mask, sequence.len_q, smem, softmax).run(tOrO);
+    Mainloop(arguments, tile, kv_source, mask, sequence, smem, softmax).run(tOrO);
 
     auto out = as_matrix(tOrO);  // (rows, columns)
     softmax.normalize(out, row_allreduce<Traits>(smem, platform::thread_index()));
-    // Where the tile is, worked out again: it would hold registers all along.
+    // Rematerialized: the tile would hold registers through the main loop.
     const TileCoord done =
         tile_of(arguments, platform::rematerialize(platform::cta_index(), sequence.len_q));
     if (params.splits.count == 1) {
-      Epilogue::run(arguments, done, sequence.len_q, smem, tOrO, softmax);
+      Epilogue::run(arguments, done, sequence, smem, tOrO, softmax);
     } else {
-      Epilogue::run_split(arguments, done, sequence.len_q, tOrO, softmax);
+      Epilogue::run_split(arguments, done, sequence, tOrO, softmax);
     }
   }
 
  private:
-  static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int block) {
-    const TileCoord tile = arguments.scheduler.tile(block);
+  static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int cta) {
+    const TileCoord tile = arguments.scheduler.tile(cta);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }

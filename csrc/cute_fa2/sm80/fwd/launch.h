@@ -1,37 +1,27 @@
-// From parameters to a running SM80 kernel. Included by the generated instantiation files alone.
+// From a plan to a running SM80 kernel. Included by the generated instantiation files alone.
 #pragma once
 
 #include <iterator>
 
 #include "common/grid.h"
-#include "config.h"
-#include "device.h"
-#include "dispatch.h"
+#include "host/launch_fwd.h"
 #include "sm80/fwd/kernel.h"
 #include "static_switch.h"
+#include "tiles/fwd_sm80.h"
 
 namespace flash_cute {
-namespace sm80 {
-
-template <class Kernel>
-void launch(const FwdParams& params, MaskKind mask, int device, cudaStream_t stream) {
-  constexpr int kBlockM = Kernel::Traits::kBlockM;
-  const PackGqa pack_gqa = PackGqa::make(params, kBlockM);
-  check_grid(pack_gqa.tiles(params, kBlockM) * params.splits.count);
-  const Arguments arguments = {
-      params, pack_gqa, TileScheduler::make(params, pack_gqa, mask, kBlockM, l2_bytes_of(device))};
-  run_grid<Kernel>(arguments, arguments.scheduler.blocks(), device, stream);
-}
-
-}  // namespace sm80
 
 template <DType kDType, int kHeadDim, MaskKind kMask>
-void launch_fwd_sm80(const FwdParams& params, int config_index, int device, cudaStream_t stream) {
-  index_switch<std::size(kFwdTilesSm80)>(config_index, [&](auto index) {
+void launch_fwd_sm80(const FwdPlan& plan, const FwdParams& params, int device,
+                     cudaStream_t stream) {
+  index_switch<std::size(kFwdTilesSm80)>(plan.tile, [&](auto index) {
     constexpr FwdConfigSm80 kConfig = kFwdTilesSm80[index()].config;
     if constexpr (kConfig.head_dim == kHeadDim) {
-      sm80::launch<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(params, kMask, device,
-                                                                             stream);
+      const PackGqa pack_gqa(plan.gqa);
+      const sm80::Arguments arguments = {
+          params, pack_gqa, sm80::SingleTileScheduler(plan.schedule, pack_gqa, params.batch)};
+      run_grid<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(
+          arguments, plan.schedule.ctas, device, stream);
     }
   });
 }

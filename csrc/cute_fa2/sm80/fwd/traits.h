@@ -11,8 +11,9 @@
 
 #include "common/element.h"
 #include "common/platform.h"
-#include "config.h"
-#include "params.h"
+#include "common/score_mod.h"
+#include "host/params.h"
+#include "tiles/fwd_sm80.h"
 
 namespace flash_cute::sm80 {
 
@@ -20,18 +21,16 @@ template <DType kDType, FwdConfigSm80 kConfig>
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
+  using ScoreMod = NoScoreMod;
 
   static constexpr int kHeadDim = kConfig.head_dim;
-  static constexpr int kHeadDimV = kConfig.head_dim;
+  static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kThreads = kConfig.threads();
-  // Of the launch bounds: thread blocks that a multiprocessor is to have registers for, which makes
-  // ptxas spend registers up to the last, with another order of instructions. 0 says nothing. At
-  // head dims 64 to 128 that is 1% faster (csrc/cute_fa2/README.md), at 256 3% slower.
-  static constexpr int kMinBlocks = kConfig.head_dim <= 128 ? 2 : 0;
-  // S of the next key block is computed while the softmax of this one is done
-  // (`softmax_and_gemms` in fwd_mainloop.h).
+  // CTAs that the launch bounds ask an SM to have registers for; 0 asks nothing. ptxas then spends
+  // registers up to the last, in another order of instructions: measured, notes/sm80_forward.md.
+  static constexpr int kMinCtas = kConfig.head_dim <= 128 ? 2 : 0;
   static constexpr bool kPipelinedQk = kConfig.pipelined_qk;
   static constexpr int kStages = kConfig.stages();
   static constexpr int kRowWarps = kConfig.row_warps;
@@ -46,9 +45,9 @@ struct FwdTraits {
   using ShapeS = cute::Shape<cute::Int<kBlockM>, cute::Int<kBlockN>>;
   using ShapeO = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDimV>>;
 
-  // Warps stand along the query rows, so that a row's softmax stays within a warp (a quad, even)
-  // and each warp reads all of K and V; or along the columns as well, so that it reads a part.
-  // 16 neighbouring columns are one warp's, as one ldmatrix.x4 fills B operands for two n8.
+  // Warps stand along the query rows: a row's softmax stays within a quad of lanes, and each warp
+  // reads all of K and V. With column warps they stand along the columns as well, and each reads a
+  // share. 16 neighbouring columns are one warp's: one ldmatrix.x4 fills B operands for two n8.
   using TiledMma = cute::TiledMMA<
       cute::MMA_Atom<platform::Mma<Element>>,
       cute::Layout<cute::Shape<cute::Int<kRowWarps>, cute::Int<kColumnWarps>, cute::_1>>,
@@ -57,11 +56,12 @@ struct FwdTraits {
                               cute::Stride<cute::_1, cute::_16, cute::_8>>,
                  cute::_16>>;
   static_assert(kBlockM % (16 * kRowWarps) == 0 && kBlockN % (16 * kColumnWarps) == 0 &&
-                kHeadDim % 32 == 0 && kHeadDimV % (16 * kColumnWarps) == 0);
+                kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kHeadDimV % (16 * kColumnWarps) == 0);
 
-  // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32, and the
-  // 16-byte chunks of 8 neighbouring rows are permuted so that a column of chunks, which is what
-  // one ldmatrix phase or the store of an accumulator touches, lies in 8 different bank groups.
+  // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32. The
+  // swizzle permutes the 16-byte chunks of 8 neighbouring rows, so that a column of chunks lies in
+  // 8 different bank groups. One ldmatrix phase, or the store of an accumulator, touches such a
+  // column.
   static constexpr int strip(int columns) { return columns % 64 == 0 ? 64 : 32; }
   template <int kStrip>
   using SmemAtom =
@@ -79,7 +79,7 @@ struct FwdTraits {
   using SmemLayoutVt = decltype(cute::composition(
       SmemLayoutV{}, cute::Layout<ShapeVt, cute::Stride<cute::Int<kBlockN>, cute::_1>>{}));
 
-  // What goes between warps that share rows: P, and a word of each row from each of them.
+  // What warps that share rows exchange: P, and a word for each row and warp.
   struct Exchange {
     using SmemLayoutP = SmemLayout<ShapeS>;
     alignas(128) Element p[cute::cosize_v<SmemLayoutP>];
@@ -96,18 +96,19 @@ struct FwdTraits {
     alignas(128) Element v[kStages][cute::cosize_v<SmemLayoutV>];
     [[no_unique_address]] std::conditional_t<kSharesRows, Exchange, Nothing> exchange;
   };
-  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes());
+  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
-  // 16 bytes a thread, a strip's row by neighbouring threads.
-  static constexpr int kStrip = strip(kHeadDim);
-  template <class CopyOp, class T>
+  // 16 bytes a thread; neighbouring threads have a strip's row.
+  template <class CopyOp, class T, int kStrip>
   using GmemTiledCopy = decltype(cute::make_tiled_copy(
       cute::Copy_Atom<CopyOp, T>{},
       cute::Layout<cute::Shape<cute::Int<kThreads / (kStrip / 8)>, cute::Int<kStrip / 8>>,
                    cute::Stride<cute::Int<kStrip / 8>, cute::_1>>{},
       cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
-  using GmemCopy = GmemTiledCopy<platform::CopyGlobalToShared, Element>;
-  using GmemCopyO = GmemTiledCopy<cute::UniversalCopy<cute::uint128_t>, ElementOut>;
+  using GmemCopyQK = GmemTiledCopy<platform::CopyGlobalToShared, Element, strip(kHeadDim)>;
+  using GmemCopyV = GmemTiledCopy<platform::CopyGlobalToShared, Element, strip(kHeadDimV)>;
+  using GmemCopyO =
+      GmemTiledCopy<cute::UniversalCopy<cute::uint128_t>, ElementOut, strip(kHeadDimV)>;
 
   using LoadQ = decltype(cute::make_tiled_copy_A(cute::Copy_Atom<platform::LoadMatrix, Element>{},
                                                  TiledMma{}));

@@ -1,12 +1,13 @@
-// What a finished tile leaves in global memory: O, which the copy engine takes from shared memory,
-// a strip of a warp's rows at a time, and the log-sum-exp.
+// Writes a finished tile to global memory: O by TMA from shared memory, a strip of a warp's rows at
+// a time, and the log-sum-exp.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "common/fragment.h"
+#include "common/pack_gqa.h"
 #include "common/platform.h"
-#include "common/tile.h"
+#include "common/sequence.h"
 #include "sm90/fwd/arguments.h"
 #include "sm90/hopper.h"
 #include "sm90/tile_scheduler.h"
@@ -17,14 +18,14 @@ template <class Traits>
 struct FwdEpilogue {
   using ElementOut = typename Traits::ElementOut;
   using SharedMemory = typename Traits::SharedMemory;
-  static constexpr int kStrip = Traits::kStrip;
+  static constexpr int kStripV = Traits::kStripV;
   static constexpr int kOutStrips = Traits::kOutStrips;
 
   // Of a consumer's rows, which begin with `row0`.
   // tOrO  ((2, 2, kHeadDimV / 8), 1, 1), normalised
   template <class Out, class Softmax>
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, WorkTile tile,
-                              int consumer, int row0, int len_q, const Out& tOrO,
+                              int consumer, int row0, const Sequence& sequence, const Out& tOrO,
                               const Softmax& softmax) {
     using namespace cute;
     const PackGqa& pack_gqa = arguments.pack_gqa;
@@ -35,8 +36,8 @@ struct FwdEpilogue {
     const int mine = lane % 4;
     if (mine < Softmax::kRows) {  // each of two lanes has one of the rows
       const int row = row0 + lane / 4 + 8 * mine;
-      if (pack_gqa.exists(row, len_q)) {
-        *pack_gqa.find<float>(arguments.params.lse, tile, row) = softmax.lse(mine);
+      if (pack_gqa.exists(row, sequence)) {
+        *pack_gqa.find<float>(arguments.params.lse, tile, row, sequence) = softmax.lse(mine);
       }
     }
 
@@ -46,7 +47,7 @@ struct FwdEpilogue {
     // Of 16 columns, the chunk of 8 that this lane names, as the first of the strip lies.
     const int first = typename Traits::SmemLayoutO{}(lane % 16, lane / 16 * 8);
     CUTE_UNROLL
-    for (int strip = 0; strip < Traits::kHeadDimV / kStrip; ++strip) {
+    for (int strip = 0; strip < Traits::kHeadDimV / kStripV; ++strip) {
       ElementOut* staged = smem.out[consumer][warp][strip % kOutStrips];
       if (strip == 0) {
         wait_until_read<0>();  // the tile before
@@ -54,61 +55,73 @@ struct FwdEpilogue {
         wait_until_read<kOutStrips - 1>();  // the strip that was here
       }
       CUTE_UNROLL
-      for (int column = 0; column < kStrip; column += 16) {
+      for (int column = 0; column < kStripV; column += 16) {
         uint32_t block[4];  // (2 rows, 2 x 8 columns)
         CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) block[i] = words((strip * kStrip + column) / 4 + i);
+        for (int i = 0; i < 4; ++i) block[i] = words((strip * kStripV + column) / 4 + i);
         hopper::stmatrix(staged + (first ^ column), block);
       }
       hopper::fence_async_proxy();
       hopper::sync_warp();
       if (lane == 0) {
-        hopper::tma_store(arguments.out, staged, strip * kStrip, pack_gqa.in_group(row0),
-                          pack_gqa.query(row0), tile.head, tile.batch);
+        hopper::tma_store(arguments.maps.out, staged, strip * kStripV, pack_gqa.in_group(row0),
+                          pack_gqa.query(row0) + static_cast<int>(sequence.first_q), tile.head,
+                          tile.batch);
         hopper::tma_store_commit();
       }
     }
   }
 
-  // The same of a part of the keys: O in fp32, straight from registers, and the rows' stats.
+  // The result of a split: O in fp32, and the rows' statistics, by row predicates.
   template <class Out, class Softmax>
-  static CUTE_DEVICE void run_split(const Arguments& arguments, WorkTile tile, int row0, int len_q,
-                                    Out& tOrO, const Softmax& softmax) {
-    using namespace cute;
-    const FwdParams& params = arguments.params;
-    const PackGqa& pack_gqa = arguments.pack_gqa;
+  static CUTE_DEVICE void run_split(const Arguments& arguments, WorkTile tile, int row0,
+                                    const Sequence& sequence, Out& tOrO, const Softmax& softmax) {
+    const SplitKV& splits = arguments.params.splits;
     const int lane = hopper::thread_in_warpgroup() % 32;
-    const int mine = lane % 4;
+    const auto store_stats = [&](int r, int row) {
+      if (r != lane % 4) return;  // each of two lanes of a quad has one of the rows
+      *arguments.pack_gqa.find<RowStats>(splits.stats, tile, row, sequence) = softmax.stats(r);
+    };
+    store_rows<float>(arguments, splits.out, tile, row0, sequence, tOrO, store_stats);
+  }
+
+  // Before the CTA ends: its shared memory has been read.
+  static CUTE_DEVICE void finish() { wait_until_read<0>(); }
+
+ private:
+  // Stores a consumer's rows from registers to `view`, each if it exists: nothing is written beyond
+  // the sequence, where TMA would clip at the tensor's edge alone. Calls visit(index of the row,
+  // row) for each.
+  template <class Element, class View, class Out, class Visit>
+  static CUTE_DEVICE void store_rows(const Arguments& arguments, const View& view, WorkTile tile,
+                                     int row0, const Sequence& sequence, Out& tOrO,
+                                     const Visit& visit) {
+    using namespace cute;
+    const int lane = hopper::thread_in_warpgroup() % 32;
     row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows + lane / 4;
-    auto out = as_matrix(tOrO);  // (2 rows, columns), of which two that lie together in each 8
+    auto out = as_matrix(tOrO);  // (2 rows, columns): two neighbouring columns of each 8
     CUTE_UNROLL
-    for (int r = 0; r < Softmax::kRows; ++r) {
+    for (int r = 0; r < size<0>(out); ++r) {
       const int row = row0 + 8 * r;
-      if (!pack_gqa.exists(row, len_q)) continue;
-      if (r == mine) {
-        *pack_gqa.find<RowStats>(params.splits.rows, tile, row) = softmax.stats(r);
-      }
-      float* to = pack_gqa.find<float>(params.splits.out, tile, row) + 2 * mine;
+      if (!arguments.pack_gqa.exists(row, sequence)) continue;
+      visit(r, row);
+      Element* to = arguments.pack_gqa.find<Element>(view, tile, row, sequence) + 2 * (lane % 4);
       CUTE_UNROLL
       for (int c = 0; c < size<1>(out); c += 2) {
-        auto pair = make_tensor<float>(_2{});
-        pair(0) = out(r, c);
-        pair(1) = out(r, c + 1);
-        if (4 * c + 2 * mine < params.head_dim) {
-          copy(Copy_Atom<UniversalCopy<uint64_t>, float>{}, pair,
-               make_tensor(make_gmem_ptr(to + 4 * c), Shape<_2>{}));
-        }
+        if (4 * c + 2 * (lane % 4) >= arguments.params.head_dim_v) continue;
+        auto pair = make_tensor<Element>(_2{});
+        pair(0) = Element(out(r, c));
+        pair(1) = Element(out(r, c + 1));
+        using Pair = uint_bit_t<2 * sizeof_bits_v<Element>>;
+        copy(Copy_Atom<UniversalCopy<Pair>, Element>{}, pair,
+             make_tensor(make_gmem_ptr(to + 4 * c), Shape<_2>{}));
       }
     }
   }
 
-  // Shared memory has to be there until it has been read.
-  static CUTE_DEVICE void finish() { wait_until_read<0>(); }
-
- private:
-  template <int kStripsReading>
+  template <int kStripVsReading>
   static CUTE_DEVICE void wait_until_read() {
-    if (hopper::is_first_lane()) hopper::tma_store_wait<kStripsReading>();
+    if (hopper::is_first_lane()) hopper::tma_store_wait<kStripVsReading>();
     hopper::sync_warp();
   }
 };

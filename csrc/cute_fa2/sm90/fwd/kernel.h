@@ -1,4 +1,4 @@
-// A thread block of the SM90 forward from beginning to end: the roles of its warpgroups, and for
+// A persistent CTA of the SM90 forward from beginning to end: the roles of its warpgroups, and for
 // each tile the main loop and the epilogue.
 #pragma once
 
@@ -11,6 +11,7 @@
 #include "sm90/fwd/producer.h"
 #include "sm90/fwd/traits.h"
 #include "sm90/hopper.h"
+#include "sm90/kv_source.h"
 #include "sm90/pipeline.h"
 #include "sm90/tile_scheduler.h"
 
@@ -20,27 +21,27 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm90::Arguments;
-  using Producer = FwdProducer<Traits, kMask>;
+  using Producer = FwdProducer<Traits, kMask, TmaDenseKV<Traits>>;
   using Mainloop = FwdMainloop<Traits, kMask>;
   using Epilogue = FwdEpilogue<Traits>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     if (hopper::is_first_thread()) {
-      hopper::prefetch_tensor_map(arguments.q);
-      hopper::prefetch_tensor_map(arguments.k);
-      hopper::prefetch_tensor_map(arguments.v);
-      hopper::prefetch_tensor_map(arguments.out);
+      hopper::prefetch_tensor_map(arguments.maps.q);
+      hopper::prefetch_tensor_map(arguments.maps.k);
+      hopper::prefetch_tensor_map(arguments.maps.v);
+      if constexpr (!Traits::kSplitKV) hopper::prefetch_tensor_map(arguments.maps.out);
       Pipeline<Traits, kMask>::init_barriers(smem);
       hopper::fence_barrier_init();
     }
-    platform::sync_cta();  // the barriers are there, for all threads
+    platform::sync_cta();  // the initialised barriers are visible to all threads
 
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.producer_registers()>();
       if (hopper::is_first_thread()) {
         Producer producer(arguments, smem);
-        producer.run(TileScheduler::Tiles(platform::cta_index()));
+        producer.run(PersistentTileScheduler::Iterator(platform::cta_index()));
       }
     } else {
       hopper::register_alloc<Traits::kConfig.consumer_registers()>();
@@ -49,11 +50,11 @@ struct FwdKernel {
       mainloop.run([&](WorkTile tile, int row0, auto& softmax, auto& tOrO) {
         auto out = as_matrix(tOrO);  // (rows, columns)
         softmax.normalize(out);
-        const int len_q = Sequence(arguments.params).len_q;
-        if constexpr (Traits::kSplits) {
-          Epilogue::run_split(arguments, tile, row0, len_q, tOrO, softmax);
+        const Sequence sequence = Pipeline<Traits, kMask>::sequence(arguments, tile);
+        if constexpr (Traits::kSplitKV) {
+          Epilogue::run_split(arguments, tile, row0, sequence, tOrO, softmax);
         } else {
-          Epilogue::run(arguments, smem, tile, index, row0, len_q, tOrO, softmax);
+          Epilogue::run(arguments, smem, tile, index, row0, sequence, tOrO, softmax);
         }
       });
       Epilogue::finish();

@@ -1,5 +1,5 @@
-// A consumer's walk over the keys: S = Q K^T, online softmax, O += P V, one block of keys at a
-// time, by a warpgroup for 64 rows.
+// A consumer's main loop: S = Q K^T, online softmax, O += P V, one key block at a time, by a
+// warpgroup for 64 rows.
 #pragma once
 
 #include <cute/algorithm/gemm.hpp>
@@ -23,8 +23,8 @@ class FwdMainloop {
   using Pipeline = sm90::Pipeline<Traits, kMask>;
   using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
-  using Softmax = OnlineSoftmax<2, false>;  // the two rows of a thread's part of 64 x N
-  using Ring = typename Pipeline::KVState;
+  using Softmax = OnlineSoftmax<2>;  // a thread has two rows of 64 x N
+  using KVState = typename Pipeline::KVState;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
   static constexpr bool kPingPong = Traits::kConfig.ping_pong;
@@ -34,16 +34,16 @@ class FwdMainloop {
       : arguments_(arguments),
         smem_(smem),
         index_(index),
-        queries_(Traits::fragment_q(smem.q[0][index])),
-        keys_(Traits::fragment_k(smem.k[0])),
-        values_(Traits::fragment_vt(smem.v[0])) {
-    // The first consumer has the first turn, as if the last one had passed it on.
+        q_operand_(Traits::fragment_q(smem.q[0][index])),
+        k_operand_(Traits::fragment_k(smem.k[0])),
+        v_operand_(Traits::fragment_vt(smem.v[0])) {
+    // The first consumer goes first, as if the last one had let it.
     if (index == kConsumers - 1) scheduler_barrier_arrive();
   }
 
-  // Works off the tiles that the producer loads. `finish_tile(tile, row0, softmax, tOrO)` takes
-  // what has become of this consumer's rows of a tile, which begin with `row0`: the weighted sum
-  // of V, ((2, 2, kHeadDimV / 8), 1, 1), and its stats.
+  // Works on the tiles that the producer loads. `finish_tile(tile, row0, softmax, tOrO)` takes the
+  // result for this consumer's rows of a tile, which begin with `row0`: the weighted sum of V,
+  // ((2, 2, kHeadDimV / 8), 1, 1), and its statistics.
   template <class FinishTile>
   CUTE_DEVICE void run(FinishTile&& finish_tile) {
     using namespace cute;
@@ -59,9 +59,9 @@ class FwdMainloop {
       process_tile(work, tSrS, softmax, tOrO);
       const ConsumerTile done = work;
       if (!next(work)) return finish_tile(done.tile, done.row0, softmax, tOrO);
-      // A tile is ended under the first product of the next. Not all lanes store; from there on
-      // ptxas would take the lanes of a warp to be apart, and no longer use uniform registers, if
-      // the last line did not say that they are together.
+      // The epilogue of a tile runs under the first product of the next. Not all lanes store: the
+      // last line tells ptxas that the lanes are together again, or it would use no uniform
+      // registers from there on.
       gemm_qk_of_first_block(work, tSrS);
       finish_tile(done.tile, done.row0, softmax, tOrO);
       hopper::sync_warp();
@@ -69,12 +69,12 @@ class FwdMainloop {
   }
 
  private:
-  // This consumer's part of a tile.
+  // This consumer's rows of a tile.
   struct ConsumerTile {
     WorkTile tile;
     int row0;           // its first row
-    BlockRange blocks;  // of keys
-    int skipped;        // the tile's blocks behind these, of which these rows see none
+    BlockRange blocks;  // key blocks that these rows see
+    int skipped;        // key blocks of the tile behind them
   };
 
   // The next tile in which this consumer has rows.
@@ -101,7 +101,7 @@ class FwdMainloop {
     }
   }
 
-  // Blocks that this consumer has no use for; its turns pass all the same.
+  // Blocks that this consumer has no use for. It takes its turns all the same.
   CUTE_DEVICE void skip_blocks(int blocks) {
     CUTE_NO_UNROLL
     for (int i = 0; i < blocks; ++i) {
@@ -112,15 +112,15 @@ class FwdMainloop {
     }
   }
 
-  // Waits for a stage and hands it back unread. All lanes have to be past the wait by then: once
-  // it is handed back, the barrier may go on by two phases, and a lane that looked only then
-  // would see the old parity and wait for ever. (Elsewhere lanes meet at a product in between.)
+  // Waits for a stage and releases it unread. All lanes have to be past the wait first: after the
+  // release the barrier may go on by two phases, and a lane that looked only then would see the old
+  // parity and wait for ever. (Elsewhere the lanes meet at a product in between.)
   static CUTE_DEVICE void consumer_skip(hopper::Barrier& full, hopper::Barrier& empty,
-                                        Ring& position) {
-    full.wait(position.parity);
+                                        KVState& state) {
+    full.wait(state.parity);
     hopper::sync_warp();
     consumer_release(empty);
-    position.advance();
+    state.advance();
   }
 
   template <class Scores>
@@ -138,7 +138,7 @@ class FwdMainloop {
                                 Out& tOrO) {
     using namespace cute;
     const Mask<kMask> mask = Pipeline::mask(arguments_, work.tile);
-    // Two elements of P a word; seen as elements, ((2, 2, N / 8), 1, 1).
+    // P, two elements a word; as elements, ((2, 2, N / 8), 1, 1).
     auto words =
         make_tensor<uint32_t>(Int<Traits::kConsumerRows * kBlockN / hopper::kWarpgroup / 2>{});
     auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
@@ -160,14 +160,15 @@ class FwdMainloop {
     clear(tOrO);
     softmax.start();
     const int first_block = work.blocks.end - 1;
+    Traits::ScoreMod::apply(scores);
     apply_mask(first_block);
-    softmax.raise(scores, true, true);
+    softmax.update_limits(scores, true, true);
     auto bounds = softmax.bounds();
-    int risen = -1;  // the last block after the first in which a reference has risen
+    int updated = -1;  // the last block after the first that has changed limits
     CUTE_NO_UNROLL
     for (int n_block = first_block;; --n_block) {
-      softmax.weigh(scores, bounds);
-      // All of this runs under the product of the block before with V, if it stands before the
+      softmax.apply_exp2(scores, bounds);
+      // The exponentials run under the product P V of the block before, if they stand before the
       // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
       // of a branch that needs the results.
       warpgroup_fence_operand(tSrS);
@@ -175,7 +176,7 @@ class FwdMainloop {
       hopper::wgmma_wait<0>();
       warpgroup_fence_operand(tOrO);
       if (n_block != first_block) release_v();
-      if (n_block == risen) softmax.rescale(out);
+      if (n_block == updated) softmax.rescale(out);
       convert_to_words<Element>(tSrS, words);
       if (n_block == work.blocks.begin) break;
 
@@ -185,24 +186,25 @@ class FwdMainloop {
       gemm_pv(tSrP, tOrO);
       scheduler_barrier_arrive();
       wait_for_scores<1>(tSrS);
+      Traits::ScoreMod::apply(scores);
       // Without a mask only the last keys may be cut off, and they come first.
       if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
-      if (platform::any_in_warp(softmax.may_rise(scores, bounds)) &&
-          softmax.raise(scores, true, false)) {
+      if (platform::any_in_warp(softmax.may_exceed(scores, bounds)) &&
+          softmax.update_limits(scores, true, false)) {
         bounds = softmax.bounds();
-        risen = n_block - 1;
+        updated = n_block - 1;
       }
     }
     release_q();
     gemm_pv(tSrP, tOrO);
-    hopper::wgmma_wait<0>();  // O is whole
+    hopper::wgmma_wait<0>();  // O is complete
     warpgroup_fence_operand(tOrO);
     release_v();
   }
 
   template <int kInFlight, class Scores>
   CUTE_DEVICE void wait_for_scores(Scores& tSrS) {
-    hopper::wgmma_wait<kInFlight>();  // S is whole; a product with V may still run
+    hopper::wgmma_wait<kInFlight>();  // S is complete; P V may still run
     cute::warpgroup_fence_operand(tSrS);
     release_k();
   }
@@ -227,8 +229,8 @@ class FwdMainloop {
     hopper::wgmma_fence();
     CUTE_UNROLL
     for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
-      gemm(mma, queries_.template descriptor<true>(q_.stage * kConsumers, k),
-           keys_.template descriptor<true>(k_.stage, k), tSrS);
+      gemm(mma, q_operand_.template descriptor<true>(q_.stage * kConsumers, k),
+           k_operand_.template descriptor<true>(k_.stage, k), tSrS);
       mma.accumulate_ = GMMA::ScaleOut::One;
     }
     hopper::wgmma_commit();
@@ -246,22 +248,22 @@ class FwdMainloop {
     hopper::wgmma_fence();
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tOrP); ++k) {
-      gemm(mma, tOrP(_, _, k), values_.template descriptor<false>(v_.stage, k), tOrO);
+      gemm(mma, tOrP(_, _, k), v_operand_.template descriptor<false>(v_.stage, k), tOrO);
     }
     hopper::wgmma_commit();
   }
 
-  // Each warp says for itself that it has read what it needed.
+  // Each warp arrives for itself: it has read the stage.
   static CUTE_DEVICE void consumer_release(hopper::Barrier& empty) {
     if (hopper::is_first_lane()) empty.arrive();
   }
 
   CUTE_DEVICE void release_q() {
-    smem_.q_empty[q_.stage][index_].arrive();  // each for itself, as each has read `tile`
+    smem_.q_empty[q_.stage][index_].arrive();  // each thread: each has read `tile`
     q_.advance();
   }
 
-  // Orders the consumers' work alone: no data are handed over.
+  // Ping-pong scheduling: these order the consumers' products. They make no data visible.
   CUTE_DEVICE void scheduler_barrier_sync() const {
     if constexpr (kPingPong) {
       hopper::named_barrier_sync(kFirstSchedulerBarrier + index_);
@@ -277,12 +279,12 @@ class FwdMainloop {
   const Arguments& arguments_;
   SharedMemory& smem_;
   int index_;
-  // This consumer's tiles of Q, kConsumers apart, and all of K and V: (1, 1, D / 16) descriptors
-  // of the first two, (1, 1, N / 16) of V's.
-  SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0][0]> queries_;
-  SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> keys_;
-  SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> values_;
-  Ring k_, v_;
+  // This consumer's tiles of Q, kConsumers apart, and all of K and V: (1, 1, D / 16) descriptors of
+  // Q and K, (1, 1, N / 16) of V.
+  SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0][0]> q_operand_;
+  SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> k_operand_;
+  SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> v_operand_;
+  KVState k_, v_;
   typename Pipeline::QState q_;
 };
 

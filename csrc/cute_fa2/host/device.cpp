@@ -1,4 +1,4 @@
-#include "device.h"
+#include "host/device.h"
 
 #include <stdexcept>
 #include <string>
@@ -8,29 +8,23 @@
 #endif
 
 namespace flash_cute {
-namespace {
-
-// What the driver says of `device`, which is never 0; asked once.
-template <cudaDeviceAttr kAttribute>
-int attribute_of(int device) {
-  static std::atomic<int> known[kMaxDevices];
-  int value = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (value == 0) {
-    check_cuda(cudaDeviceGetAttribute(&value, kAttribute, device));
-    if (device < kMaxDevices) known[device].store(value, std::memory_order_relaxed);
+DeviceProperties properties_of(int device) {
+  static DeviceProperties known[kMaxDevices];
+  static DeviceFlags is_known;
+  if (is_known.test(device)) return known[device];
+  const auto attribute = [&](cudaDeviceAttr name) {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, name, device));
+    return value;
+  };
+  const DeviceProperties found = {
+      attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount),
+      attribute(cudaDevAttrL2CacheSize), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+  if (device < kMaxDevices) {
+    known[device] = found;  // the same by any thread
+    is_known.set(device);
   }
-  return value;
-}
-
-}  // namespace
-
-int compute_capability_major_of(int device) {
-  return attribute_of<cudaDevAttrComputeCapabilityMajor>(device);
-}
-int multiprocessors_of(int device) { return attribute_of<cudaDevAttrMultiProcessorCount>(device); }
-int l2_bytes_of(int device) { return attribute_of<cudaDevAttrL2CacheSize>(device); }
-int smem_limit_of(int device) {
-  return attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
+  return found;
 }
 
 void check_cuda(cudaError_t status) {
@@ -42,14 +36,6 @@ void check_cuda(cudaError_t status) {
         "); build from source with FLASH_CUTE_ARCHS naming its compute capability");
   }
   throw std::runtime_error(std::string("flash_cute: CUDA error: ") + cudaGetErrorString(status));
-}
-
-void check_grid(int64_t blocks) {
-  if (blocks > INT32_MAX) {
-    throw std::runtime_error(
-        "flash_cute: batch x heads x query blocks is " + std::to_string(blocks) +
-        ", more than the 2^31 - 1 blocks that one launch can have; split the batch");
-  }
 }
 
 void check_driver() {

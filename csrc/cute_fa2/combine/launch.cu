@@ -1,0 +1,15 @@
+#include "combine/kernel.h"
+#include "common/grid.h"
+#include "host/launch_fwd.h"
+#include "static_switch.h"
+
+namespace flash_cute {
+
+void launch_combine(const FwdParams& params, int device, cudaStream_t stream) {
+  dtype_switch(params.dtype, [&](auto dtype) {
+    using Kernel = CombineKernel<dtype()>;
+    run_grid<Kernel>(typename Kernel::Arguments(params), params.rows(), device, stream);
+  });
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,67 @@
+// What the weights of a row are relative to, so that none overflows.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+#include "common/platform.h"
+#include "host/params.h"
+
+namespace flash_cute {
+
+// Scores are raw products. With c = scale_log2 > 0, a score s weighs 2^(c (s - limit) +
+// kSlackLog2), where no score seen so far is greater than the row's limit. A limit is set `slack`
+// above the row's maximum, and holds until a score exceeds it (lazy rescaling).
+//
+//   ordinary rows   2^(c s - reference), with reference = c limit - kSlackLog2, rounded: one fused
+//                   multiply-add a score. All weights of a row have the same rounding of it.
+//   exact rows      |limit| >= exact_from: there that rounding could be the exponent of an
+//   overflow.
+//                   The limit is subtracted from the scores first, which is exact.
+class SoftmaxPolicy {
+ public:
+  CUTE_DEVICE explicit SoftmaxPolicy(const FwdParams& params) : scale_(params.scale) {}
+
+  CUTE_DEVICE bool is_exact(float limit) const {
+    return fabsf(limit) >= scale_.exact_from && limit != -INFINITY;
+  }
+  // Whether the limit has to be looked at in every block, by one comparison of bits: it is below 0,
+  // where bits do not order floats, or the row is exact.
+  CUTE_DEVICE bool needs_every_block(float limit) const {
+    return std::bit_cast<uint32_t>(limit) >= std::bit_cast<uint32_t>(scale_.exact_from);
+  }
+
+  CUTE_DEVICE float limit_above(float row_max) const {
+    return fminf(row_max + scale_.slack, std::numeric_limits<float>::max());
+  }
+
+  // What is subtracted from c s, or of an exact row from c (s - limit).
+  CUTE_DEVICE float subtrahend(float limit) const {
+    return is_exact(limit) ? -SoftmaxScale::kSlackLog2 : reference(limit);
+  }
+
+  // The factor that brings weights relative to one limit to another, which is no lower.
+  CUTE_DEVICE float rescale(float from, float to) const {
+    return platform::exp2(is_exact(to) ? (from - to) * scale_.scale_log2
+                                       : reference(from) - reference(to));
+  }
+
+  // The log-sum-exp (natural logarithm) of a row; -inf without a key.
+  CUTE_DEVICE float lse(RowStats row) const {
+    constexpr float kLn2 = 0.693147180559945309f;
+    return row.sum == 0.f ? -INFINITY : (reference(row.limit) + platform::log2(row.sum)) * kLn2;
+  }
+
+ private:
+  // Before the first key the limit is -inf and the reference finite: -inf - reference is -inf, not
+  // NaN.
+  CUTE_DEVICE float reference(float limit) const {
+    constexpr float kLowest = std::numeric_limits<float>::lowest();
+    return fmaxf(fmaf(limit, scale_.scale_log2, -SoftmaxScale::kSlackLog2), kLowest);
+  }
+
+  const SoftmaxScale& scale_;  // read where needed: a constant-bank operand costs no register
+};
+
+}  // namespace flash_cute

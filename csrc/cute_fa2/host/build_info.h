@@ -1,0 +1,18 @@
+// JSON for Python: what was built, and which plan a call would get.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace flash_cute {
+
+std::string build_info();
+
+// The sm80 tile entries that a device gets which lends a CTA so many bytes of shared memory.
+std::string tiles_for(int64_t smem_per_cta);
+
+// The plan of a call on dense tensors, on a device that need not be there. `request` is
+// "batch=1,heads_q=32,...": a name of each field of Request in build_info.cpp, and of FwdOverrides.
+std::string plan(const std::string& request);
+
+}  // namespace flash_cute

@@ -1,0 +1,81 @@
+// What a call is, as plain structs: tensors, sizes, mask and scale. No torch, no CuTe.
+#pragma once
+
+#include <cstdint>
+
+#include "host/band.h"
+#include "host/scale.h"
+
+namespace flash_cute {
+
+// Rows and keys are counted in 32 bits. Sums of two lengths and the rows of a tile stay below 2^31.
+constexpr int64_t kMaxLength = (int64_t{1} << 30) - (1 << 12);
+constexpr int kMaxHeadDim = 256;
+
+enum class Arch { kSm80 = 80, kSm90 = 90 };
+
+enum class DType { kHalf, kBFloat16 };
+
+constexpr int bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kHalf:
+    case DType::kBFloat16:
+      return 2;
+  }
+  __builtin_unreachable();
+}
+
+// A (batch, heads, rows, columns) tensor. Strides count elements. Rows are contiguous; those of
+// inputs and output are 16-byte aligned. A stride may be 0 (expanded dimension).
+template <class Pointer>
+struct TensorView {
+  Pointer data;
+  int64_t stride_batch;
+  int64_t stride_head;
+  int64_t stride_row;
+};
+
+// The softmax statistics of a row over the keys seen so far (common/online_softmax.h).
+struct alignas(8) RowStats {
+  float limit;
+  float sum;
+};
+
+// Split-KV: the keys are cut into equal splits (the last may be shorter). Each split gets its own
+// CTAs, and a second kernel combines their results (combine/kernel.h). By default there is one
+// split and no workspace.
+struct SplitKV {
+  static constexpr int kMaxCount = 1024;
+  int count = 1;
+  int keys = kMaxLength;  // of a split; whole key blocks
+  // The fp32 output of each split, (count * batch, heads_q, len_q, head_dim_v), and the statistics
+  // of its rows, (count * batch, heads_q, len_q, 1). Split i of batch b is at i * batch + b.
+  TensorView<float*> out{};
+  TensorView<RowStats*> stats{};
+};
+
+struct FwdParams {
+  TensorView<const void*> q;  // (batch, heads_q, len_q, head_dim)
+  TensorView<const void*> k;  // (batch, heads_kv(), len_k, head_dim)
+  TensorView<const void*> v;  // (batch, heads_kv(), len_k, head_dim_v)
+  TensorView<void*> out;      // (batch, heads_q, len_q, head_dim_v)
+  TensorView<float*> lse;     // (batch, heads_q, len_q, 1), natural logarithm
+  SplitKV splits;
+
+  int batch;
+  int heads_q;
+  int group_size;  // query heads that share a head of K and V
+  int len_q;
+  int len_k;
+  int head_dim;    // a multiple of 8, at most that of the tile
+  int head_dim_v;  // likewise
+  DType dtype;     // of q, k, v and out
+  MaskKind mask;
+  Band band;
+  SoftmaxScale scale;
+
+  int heads_kv() const { return heads_q / group_size; }
+  int64_t rows() const { return int64_t{batch} * heads_q * len_q; }
+};
+
+}  // namespace flash_cute

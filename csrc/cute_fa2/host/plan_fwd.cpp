@@ -1,0 +1,245 @@
+#include "host/plan_fwd.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <iterator>
+#include <limits>
+#include <stdexcept>
+
+#include "generated/variants.inc"
+#include "host/split_kv.h"
+#include "tiles/fwd_sm80.h"
+#include "tiles/fwd_sm90.h"
+
+namespace flash_cute {
+namespace {
+
+[[noreturn]] void refuse(const std::string& sentence) {
+  throw std::runtime_error("flash_cute: " + sentence);
+}
+
+// The smallest head dim that was built and serves the call.
+int built_head_dim(const FwdParams& params) {
+  const int head_dim = std::max(params.head_dim, params.head_dim_v);
+  for (int built : kBuiltHeadDims) {
+    if (head_dim <= built) return built;
+  }
+  refuse("this build has no kernel for head dim " + std::to_string(head_dim) +
+         ", only for those up to " + std::to_string(kBuiltHeadDims.back()) +
+         "; build with FLASH_CUTE_HEAD_DIMS naming more, or without it");
+}
+
+void check_grid(int64_t ctas) {
+  if (ctas > INT32_MAX) {
+    refuse("batch x heads x query blocks is " + std::to_string(ctas) +
+           ", more than the 2^31 - 1 CTAs that one launch can have; split the batch");
+  }
+}
+
+// The rest of a plan, once tile, packing and splits are known.
+void finish(FwdPlan& plan, const FwdParams& params, int block_m, const DeviceProperties& device) {
+  check_grid(plan.gqa.tiles(params, block_m) * plan.splits.count);
+  FwdParams split = params;
+  split.splits = plan.splits;
+  const TileGrid grid = {split, plan.gqa, block_m, device.l2_bytes};
+  plan.schedule = plan.arch == Arch::kSm80 ? one_tile_per_cta(grid)
+                                           : persistent_schedule(grid, device.multiprocessors);
+  plan.workspace_bytes = split_workspace_bytes(split);
+  if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
+}
+
+// -- sm80 -----------------------------------------------------------------------------------------
+
+FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
+                  const DeviceProperties& device) {
+  FwdPlan plan{};
+  plan.arch = Arch::kSm80;
+  plan.head_dim = built_head_dim(params);
+  const int64_t lent = device.smem_per_cta;
+  const int limit =
+      static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
+  plan.tile = select_fwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
+  if (plan.tile < 0) {
+    refuse("no tile for head dim " + std::to_string(params.head_dim) + " fits " +
+           std::to_string(limit) + " bytes of shared memory");
+  }
+  const TileEntrySm80& entry = kFwdTilesSm80[plan.tile];
+  const int block_m = entry.config.block_m;
+  plan.gqa = GqaLayout::make(params, block_m, kMaxLength);
+  plan.splits =
+      choose_splits(params, SplitCost::of_sm80(params, plan.gqa, entry, device.multiprocessors),
+                    device.multiprocessors, overrides.splits);
+  finish(plan, params, block_m, device);
+  return plan;
+}
+
+// -- sm90 -----------------------------------------------------------------------------------------
+
+// Why no tensor map can describe the tensor called `name`, or nothing. Its strides are multiples of
+// 16 bytes.
+std::string why_no_tensor_map(const std::string& name, const TensorView<const void*>& view,
+                              int batch, int heads, int rows, int columns, int element_bytes) {
+  const int64_t max_stride = (int64_t{1} << 40) / element_bytes;
+  if (view.stride_row == 0 && rows > 1) return "the rows of " + name + " are expanded";
+  // The driver's documentation does not say whether it takes these.
+  const auto overlap = [&](int64_t stride, int size) {
+    return 0 < stride && stride < columns && size > 1;
+  };
+  if (overlap(view.stride_row, rows) || overlap(view.stride_head, heads) ||
+      overlap(view.stride_batch, batch)) {
+    return "rows of " + name + " overlap";
+  }
+  // Heads are two dimensions of a map, those of a group and the groups.
+  if (std::max({view.stride_row, view.stride_head * heads, view.stride_batch}) >= max_stride) {
+    return "a stride of " + name + " is 2^40 bytes or more";
+  }
+  return {};
+}
+
+// Why the sm90 kernels cannot serve the call, or nothing.
+std::string why_not_sm90(const FwdParams& p, const FwdOverrides& overrides,
+                         const DeviceProperties& device) {
+  if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
+  if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
+  if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
+  if (p.len_k == 0) return "k has no keys";
+  if (p.scale.q_sign != 1.f) return "softmax_scale is not above 0";
+  const int bytes = bytes_of(p.dtype);
+  std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
+  if (why_not.empty()) {
+    why_not = why_no_tensor_map("k", p.k, p.batch, p.heads_kv(), p.len_k, p.head_dim, bytes);
+  }
+  if (why_not.empty()) {
+    why_not = why_no_tensor_map("v", p.v, p.batch, p.heads_kv(), p.len_k, p.head_dim_v, bytes);
+  }
+  return why_not;
+}
+
+// The most rows that a query may be in the sm90 kernels. A consumer's rows are one TMA box, in
+// which an expanded dimension cannot be.
+int64_t max_rows_per_query_sm90(const FwdParams& params) {
+  return params.q.stride_head != 0 ? FwdConfigSm90::kConsumerRows : 1;
+}
+
+// A tile entry with what it makes of the call.
+struct ChoiceSm90 {
+  int tile = -1;
+  GqaLayout gqa;
+  TailSplit tail;
+};
+
+// The entry that takes an SM the least time: its query rows, times the keys in whole blocks. So
+// long sequences get large tiles, and few queries small ones, which more SMs share.
+ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiprocessors) {
+  const bool is_triangle =
+      params.mask == MaskKind::kBanded && params.band.is_triangle(params.len_q, params.len_k);
+  ChoiceSm90 best;
+  double least = std::numeric_limits<double>::infinity();
+  for (size_t i = 0; i < std::size(kFwdTilesSm90); ++i) {
+    const TileEntrySm90& entry = kFwdTilesSm90[i];
+    if (entry.config.head_dim != head_dim || !entry.serves(params.mask)) continue;
+    const int block_m = entry.config.block_m(), block_n = entry.config.block_n;
+    const GqaLayout gqa = GqaLayout::make(params, block_m, max_rows_per_query_sm90(params));
+    const TailSplit tail = TailSplit::make(block_m, params.mask, is_triangle,
+                                           gqa.tiles(params, block_m), multiprocessors);
+    const double rows = tail.time(block_m, is_triangle, multiprocessors);
+    const double time = entry.row_cost * rows * (ceil_div(params.len_k, block_n) * block_n);
+    if (time < least) {
+      least = time;
+      best = {static_cast<int>(i), gqa, tail};
+    }
+  }
+  return best;
+}
+
+constexpr bool every_head_dim_has_tiles_sm90() {
+  for (int built : kBuiltHeadDims) {
+    if (select_split_kv_sm90(built) < 0) return false;
+    bool full = false, banded = false;
+    for (const TileEntrySm90& entry : kFwdTilesSm90) {
+      full |= entry.config.head_dim == built && entry.full;
+      banded |= entry.config.head_dim == built && entry.banded;
+    }
+    if (!full || !banded) return false;
+  }
+  return true;
+}
+static_assert(every_head_dim_has_tiles_sm90());
+
+FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
+                  const DeviceProperties& device, EncodeTensorMaps encode_tensor_maps) {
+  FwdPlan plan{};
+  plan.arch = Arch::kSm90;
+  plan.head_dim = built_head_dim(params);
+  plan.why_not_sm90 = why_not_sm90(params, overrides, device);
+  if (!plan.why_not_sm90.empty()) return plan;
+
+  const ChoiceSm90 unsplit = choose_tile_sm90(params, plan.head_dim, device.multiprocessors);
+  plan.tile = select_split_kv_sm90(plan.head_dim);
+  plan.gqa = GqaLayout::make(params, kFwdTilesSm90[plan.tile].config.block_m(),
+                             max_rows_per_query_sm90(params));
+  const SplitCost cost =
+      SplitCost::of_sm90(params, plan.gqa, kFwdTilesSm90[plan.tile], kFwdTilesSm90[unsplit.tile],
+                         unsplit.tail, device.multiprocessors);
+  plan.splits = choose_splits(params, cost, device.multiprocessors, overrides.splits);
+  if (plan.splits.count == 1) {
+    plan.tile = unsplit.tile;
+    plan.gqa = unsplit.gqa;
+  }
+  finish(plan, params, kFwdTilesSm90[plan.tile].config.block_m(), device);
+  if (encode_tensor_maps) {
+    plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
+  }
+  return plan;
+}
+
+}  // namespace
+
+FwdOverrides parse_overrides(const std::string& text) {
+  FwdOverrides overrides;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string item = text.substr(begin, end - begin);
+    begin = end + 1;
+    const size_t equals = item.find('=');
+    const std::string name = item.substr(0, equals);
+    long long value = -1;
+    int read = 0;
+    if (equals == std::string::npos ||
+        std::sscanf(item.c_str() + equals + 1, "%lld%n", &value, &read) != 1 || value < 0 ||
+        equals + 1 + read != item.size()) {
+      refuse("tuning has '" + item + "': it must be name=number, the number 0 or more");
+    }
+    if (name == "arch") {
+      if (value != 0 && value != 80 && value != 90) {
+        refuse("arch is " + std::to_string(value) + ": it must be 80, 90, or 0 for the default");
+      }
+      overrides.arch = value;
+    } else if (name == "smem_limit") {
+      overrides.smem_limit = value;
+    } else if (name == "splits") {
+      overrides.splits = value;
+    } else {
+      refuse("tuning has '" + name + "': it must be arch, smem_limit or splits");
+    }
+  }
+  return overrides;
+}
+
+FwdPlan plan_fwd(const FwdParams& params, const FwdOverrides& overrides,
+                 const DeviceProperties& device, EncodeTensorMaps encode_tensor_maps) {
+  std::string why_not_sm90;
+  if (overrides.arch != 80) {
+    FwdPlan plan = plan_sm90(params, overrides, device, encode_tensor_maps);
+    if (plan.why_not_sm90.empty()) return plan;
+    why_not_sm90 = plan.why_not_sm90;
+    if (overrides.arch == 90) {
+      refuse("arch is 'sm90', but its kernels cannot serve this call: " + why_not_sm90);
+    }
+  }
+  FwdPlan plan = plan_sm80(params, overrides, device);
+  plan.why_not_sm90 = why_not_sm90;
+  return plan;
+}
+
+}  // namespace flash_cute

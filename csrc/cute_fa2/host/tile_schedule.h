@@ -1,0 +1,94 @@
+// The order in which tiles are worked on, and which CTA gets which: decided here once a call, as
+// plain data. The kernels' tile schedulers (smXX/tile_scheduler.h) carry it out.
+#pragma once
+
+#include <cstdint>
+
+#include "host/gqa_layout.h"
+#include "host/params.h"
+
+namespace flash_cute {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What the policies know of a call.
+struct TileGrid {
+  const FwdParams& params;  // its splits are set
+  GqaLayout gqa;
+  int block_m;
+  int l2_bytes;
+
+  bool is_full() const { return params.mask == MaskKind::kFull; }
+  bool is_triangle() const {
+    return !is_full() && params.band.is_triangle(params.len_q, params.len_k);
+  }
+  int m_blocks() const { return gqa.m_blocks(params.len_q, block_m); }
+  int kv_heads() const { return params.heads_kv() * params.batch; }
+  int64_t tiles_per_kv_head() const { return int64_t{gqa.heads_per_kv} * m_blocks(); }
+  int64_t tiles() const { return gqa.tiles(params, block_m) * params.splits.count; }
+  // How many heads of K and V have K and V in so many bytes; at least one.
+  int kv_heads_within(int64_t bytes) const;
+};
+
+// Tiles are numbered head group by head group (L2 swizzle): the K and V of a group stay in L2
+// together. Within a group they go along the query rows, those with more visible keys first.
+// Under a causal mask that is from the last rows to the first. The first group may have fewer heads
+// than the others, and its many short tiles fill the gaps at the end.
+struct TileOrder {
+  int m_blocks;
+  int heads;             // over the batch and all splits, as tiles count heads
+  int head_group;        // heads of a group
+  int first_head_group;  // and of the first one
+  bool ascending;        // from the first rows on, else from the last
+  // If descending: how many tiles of a head come before its last. That one may lack rows, and
+  // stands where its work puts it.
+  int before_last;
+
+  // `kv_head_group` counts heads of K and V; with each come the query heads that share it. The last
+  // tile of a head takes as long as one of `last_rows` rows.
+  static TileOrder make(const TileGrid& grid, int kv_head_group, int last_rows);
+
+  int tiles() const { return m_blocks * heads; }
+};
+
+// How tiles are shared out among persistent CTAs: whole ones first, and those behind them, which
+// are too few for all CTAs, in subtiles. A subtile has the rows of some of the tile's consumers.
+// Its CTA reads all of the tile's keys, and takes about the mean of a whole tile's time and the
+// subtile's share of it (measured: notes/sm90_forward.md).
+struct TailSplit {
+  int64_t whole_tiles;
+  int64_t tail_tiles;  // tiles that are split
+  int subtiles;        // of each of them
+  int subtile_rows;    // of each but the last
+
+  static TailSplit none(int64_t tiles, int block_m) { return {tiles, 0, 1, block_m}; }
+  static TailSplit make(int block_m, MaskKind mask, bool is_triangle, int64_t tiles, int64_t ctas);
+
+  // The time of the busiest CTA, in rows of a whole tile by all keys.
+  double time(int block_m, bool is_triangle, int64_t ctas) const;
+
+  int64_t work_tiles() const { return whole_tiles + tail_tiles * subtiles; }
+};
+
+// kOneTilePerCta      the grid has a CTA for each tile (sm80)
+// Persistent CTAs, one for each SM, take tile after tile (sm90):
+// kHeadByHead         heads one after the other: for tiles of equal work
+// kHeadGroups         each head group is scheduled anew: for tiles of unequal work
+// kGroupedSequence    head groups, but scheduled as one sequence: for small groups
+enum class SchedulePolicy { kOneTilePerCta, kHeadByHead, kHeadGroups, kGroupedSequence };
+
+const char* name_of(SchedulePolicy policy);
+
+struct TileSchedule {
+  SchedulePolicy policy;
+  int block_m;
+  TileOrder order;
+  TailSplit tail;
+  int ctas;
+};
+
+TileSchedule one_tile_per_cta(const TileGrid& grid);
+
+TileSchedule persistent_schedule(const TileGrid& grid, int multiprocessors);
+
+}  // namespace flash_cute

@@ -1,0 +1,76 @@
+// The tile table of the SM80 forward. An entry has one measured number beside it: its speed as a
+// multiple of FlashAttention-2's on an H200, bf16, B x N = 16384. What else was tried is in
+// notes/sm80_forward.md. Python reads the table through the op `build_info`.
+#pragma once
+
+namespace flash_cute {
+
+// One tile: a CTA keeps `block_m` query rows and walks over the keys, `block_n` at a time. A
+// structural type, so that it can be a template argument.
+struct FwdConfigSm80 {
+  int head_dim;    // bucket of Q and K: serves head dims up to this one
+  int head_dim_v;  // bucket of V and O
+  int block_m;
+  int block_n;
+  int row_warps;  // warps along the query rows
+  // S of the next key block is computed under the softmax of this one, from Q in registers. Takes
+  // two key blocks in shared memory.
+  bool pipelined_qk;
+  int column_warps = 1;  // warps that share rows: each computes some columns of S and of O
+
+  constexpr int threads() const { return row_warps * column_warps * 32; }
+  constexpr int stages() const { return pipelined_qk ? 2 : 1; }  // key blocks in shared memory
+  // Q, K and V; O goes through Q's space. Warps that share rows exchange P, and a word for each
+  // row and warp.
+  constexpr int smem_bytes(int element_bytes) const {
+    const int q = block_m * (head_dim > head_dim_v ? head_dim : head_dim_v);
+    const int kv = stages() * block_n * (head_dim + head_dim_v);
+    const int exchange = block_m * (block_n * element_bytes + column_warps * 4);
+    return (q + kv) * element_bytes + (column_warps == 1 ? 0 : exchange);
+  }
+};
+
+struct TileEntrySm80 {
+  FwdConfigSm80 config;
+  int ctas_per_sm;  // CTAs that must fit an SM together for the entry to be chosen
+
+  // `smem_per_cta` is what the device lends to one CTA. An SM has 1 KB more, and reserves 1 KB for
+  // each CTA.
+  constexpr bool fits(int smem_per_cta, int element_bytes) const {
+    return ctas_per_sm * (config.smem_bytes(element_bytes) + 1024) <= smem_per_cta + 1024;
+  }
+  // What the register file (65,536 on every chip served) leaves to a thread.
+  constexpr int max_registers() const {
+    const int registers = 65536 / (ctas_per_sm * config.threads()) / 8 * 8;
+    return registers < 255 ? registers : 255;
+  }
+};
+
+// For each head dim best first: a call gets the first entry that fits. A CTA may have 227 KB on
+// sm_90 and sm_100, 163 KB on sm_80, and 99 KB on sm_86, sm_89 and sm_120. The last entry of each
+// head dim fits 99 KB.
+inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
+    // head_dim, head_dim_v, block_m, block_n, row_warps, pipelined_qk, column_warps; ctas_per_sm
+    {{32, 32, 128, 128, 4, true}, 2},       // 1.30
+    {{64, 64, 128, 64, 4, true}, 2},        // 1.21
+    {{96, 96, 128, 64, 4, false}, 2},       // 1.12
+    {{128, 128, 128, 64, 4, false}, 2},     // 1.20
+    {{128, 128, 128, 32, 4, false}, 2},     // 0.90
+    {{192, 192, 64, 64, 2, false, 2}, 2},   // 1.11
+    {{192, 192, 128, 64, 8, false}, 1},     // 0.93
+    {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.15
+    {{256, 256, 128, 64, 4, false, 2}, 1},  // not timed
+    {{256, 256, 64, 64, 4, false}, 1},      // not timed
+};
+
+// The index of the entry that serves `head_dim` (a bucket), or -1.
+constexpr int select_fwd_sm80(int head_dim, int smem_per_cta, int element_bytes) {
+  int index = 0;
+  for (const TileEntrySm80& entry : kFwdTilesSm80) {
+    if (entry.config.head_dim == head_dim && entry.fits(smem_per_cta, element_bytes)) return index;
+    ++index;
+  }
+  return -1;
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,97 @@
+// The tile table of the SM90 forward. An entry has one measured number beside it: its speed as a
+// multiple of cuDNN's on an H200, bf16, B x N = 16384, full. What else was tried is in
+// notes/sm90_forward.md. Python reads the table through the op `build_info`.
+#pragma once
+
+#include <algorithm>
+
+#include "host/band.h"
+
+namespace flash_cute {
+
+// One tile: `consumers` warpgroups of 128 threads hold kConsumerRows query rows each. A producer
+// warpgroup beside them loads.
+struct FwdConfigSm90 {
+  int head_dim;    // bucket of Q and K: serves head dims up to this one
+  int head_dim_v;  // bucket of V and O
+  int consumers;
+  int block_n;
+  int stages;      // key blocks in shared memory
+  int q_stages;    // query tiles in shared memory: with 2, the next one loads during this one
+  bool ping_pong;  // consumers issue their products in turns (FlashAttention-3)
+
+  static constexpr int kConsumerRows = 64;  // rows of a warpgroup's product
+
+  constexpr int block_m() const { return consumers * kConsumerRows; }
+  constexpr int threads() const { return (consumers + 1) * 128; }
+  // Registers of a thread: at the launch (the register file over the threads), and once the
+  // warpgroups know their roles.
+  constexpr int launch_registers() const { return 65536 / threads() / 8 * 8; }
+  constexpr int producer_registers() const { return consumers == 3 ? 32 : 24; }
+  constexpr int consumer_registers() const {
+    return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
+  }
+  // Shared memory holds tiles as strips of so many columns: 128 or 64 bytes of 2-byte elements.
+  static constexpr int strip(int columns) { return columns % 64 == 0 ? 64 : 32; }
+  // Strips of O in shared memory on their way out: as many as there is room for.
+  constexpr int out_strips(int element_bytes) const {
+    const int room = kSmemPerCta - bytes_without_out(element_bytes);
+    return std::min(head_dim_v / strip(head_dim_v), room / out_strip_bytes(element_bytes));
+  }
+  constexpr int smem_bytes(int element_bytes) const {
+    return bytes_without_out(element_bytes) +
+           out_strips(element_bytes) * out_strip_bytes(element_bytes);
+  }
+
+ private:
+  static constexpr int kSmemPerCta = 227 * 1024;  // of compute capability 9.0
+  constexpr int out_strip_bytes(int element_bytes) const {
+    return block_m() * strip(head_dim_v) * element_bytes;
+  }
+  // Q, K and V, and 1 KB for barriers and work tiles.
+  constexpr int bytes_without_out(int element_bytes) const {
+    const int q = block_m() * q_stages * head_dim, kv = stages * block_n * (head_dim + head_dim_v);
+    return (q + kv) * element_bytes + 1024;
+  }
+};
+
+struct TileEntrySm90 {
+  FwdConfigSm90 config;
+  bool full;              // serves MaskKind::kFull
+  bool banded;            // serves MaskKind::kBanded
+  int row_cost = 100;     // time of a query row, in per cent of that in the head dim's first entry
+  bool split_kv = false;  // serves split-KV, of any mask; one entry of a head dim
+
+  constexpr bool serves(MaskKind mask) const { return mask == MaskKind::kFull ? full : banded; }
+};
+
+// Of several entries for a head dim and mask, a call gets the one that takes an SM the least time
+// (host/plan_fwd.cpp).
+inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
+    // head_dim, head_dim_v, consumers, block_n, stages, q_stages, ping_pong;
+    // full, banded, row_cost, split_kv
+    {{32, 32, 4, 64, 4, 2, false}, true, true},               // N 4096: 1.44
+    {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true},  // not timed beside others
+    {{64, 64, 4, 64, 6, 2, false}, true, true},               // N 4096: 1.27
+    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true},    // for few tiles
+    {{96, 96, 3, 96, 3, 2, true}, true, false},               // N 4096: 1.44
+    {{96, 96, 4, 48, 4, 2, true}, true, false, 110},          // N 512: 1.22
+    {{96, 96, 3, 64, 4, 2, false}, false, true},              // N 4096, causal: 1.48
+    {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},  // not timed beside others
+    {{128, 128, 3, 64, 2, 2, false}, true, true},             // N 4096: 1.13
+    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true},  // N 512: 1.06
+    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true},   // N 4096: 1.25
+    {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true},   // N 4096: 1.16
+};
+
+// The index of the split-KV entry of heads of `head_dim` (a bucket), or -1.
+constexpr int select_split_kv_sm90(int head_dim) {
+  int index = 0;
+  for (const TileEntrySm90& entry : kFwdTilesSm90) {
+    if (entry.config.head_dim == head_dim && entry.split_kv) return index;
+    ++index;
+  }
+  return -1;
+}
+
+}  // namespace flash_cute
