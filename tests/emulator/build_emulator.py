@@ -33,20 +33,26 @@ from toolchain import (  # noqa: E402
 
 BUILD = "build/emulator"
 MACHINE = HERE.relative_to(ROOT).as_posix()
-SPLITS = "splits.cu"  # with the kernel that combines what comes of parts of the keys
+COMBINE_LAUNCH = "combine/launch.cu"
+#: The sources without kernels.
+HOST = (
+    *(f"host/{name}.cpp" for name in ("build_info", "device", "launch_fwd", "plan_fwd")),
+    *(f"host/{name}.cpp" for name in ("split_kv", "tile_schedule")),
+    "sm90/tensor_map.cpp",
+)
 BOOST = "cmeel.prefix"
 
 #: Stands in for the kernels that a library leaves out.
 ABSENT = """\
 #include <stdexcept>
-#include "dispatch.h"
+#include "host/launch_fwd.h"
 namespace flash_cute {{
 template <DType kDType, int kHeadDim, MaskKind kMask>
-void launch_fwd_sm80(const FwdParams&, int, int, cudaStream_t) {{
+void launch_fwd_sm80(const FwdPlan&, const FwdParams&, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of sm80 was left out of the build");
 }}
-template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplits>
-void launch_fwd_sm90(const FwdParams&, int, int, cudaStream_t) {{
+template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplitKV>
+void launch_fwd_sm90(const FwdPlan&, const FwdParams&, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of sm90 was left out of the build");
 }}
 {instantiations}
@@ -65,7 +71,7 @@ class Library:
     dtypes: Sequence[str] = tuple(variants.DTYPES)
     kinds: Sequence[str] = tuple(variants.SM90_KINDS)  # each of which has a file
     debug: bool = False  # for a debugger
-    combines: bool = False  # with SPLITS from `sources` as well, not as the other libraries have it
+    combines: bool = False  # with COMBINE_LAUNCH from `sources` as well, not as the other libraries have it
 
     @property
     def folder(self) -> str:
@@ -98,8 +104,8 @@ class Library:
             for line in file.read_text().splitlines()
             if line.startswith("template ")
         ]
-        others = [f"{SOURCES}/{name}" for name in ("device.cpp", "dispatch.cpp")]
-        others.append(f"{self.sources if self.combines else SOURCES}/{SPLITS}")
+        others = [f"{SOURCES}/{name}" for name in HOST]
+        others.append(f"{self.sources if self.combines else SOURCES}/{COMBINE_LAUNCH}")
         if absent:
             text = ABSENT.format(instantiations="\n".join(lines))
             others.append(write(f"{self.dispatch}/absent.cpp", text))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from build_emulator import BUILD, ROOT, SOURCES, SPLITS, Library, write
+from build_emulator import BUILD, ROOT, SOURCES, COMBINE_LAUNCH, Library, write
 from emulator import Emulator
 
 # Headers that have faults.
@@ -76,7 +76,7 @@ class Fault:
     def plant(self) -> Library:
         """Writes the copy with the fault in it."""
         edited = {file for file, _, _ in self.edits}
-        for source in sorted([*(ROOT / SOURCES).rglob("*.h"), ROOT / SOURCES / SPLITS]):
+        for source in sorted([*(ROOT / SOURCES).rglob("*.h"), ROOT / SOURCES / COMBINE_LAUNCH]):
             name = source.relative_to(ROOT / SOURCES).as_posix()
             text = source.read_text()
             for file, old, new in self.edits:

@@ -3,16 +3,21 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cstdio>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "device.h"
-#include "dispatch.h"
+#include "host/build_info.h"
+#include "host/device.h"
+#include "host/launch_fwd.h"
+#include "host/plan_fwd.h"
+#include "host/tile_schedule.h"
 #include "launch.h"
 #include "sm80/tile_scheduler.h"
+#include "sm90/tensor_map.h"
 #include "sm90/tile_scheduler.h"
-#include "splits.h"
 #include "tensor_copy.h"
 
 using namespace flash_cute;
@@ -74,6 +79,10 @@ cudaError_t cudaDriverGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
 }
+cudaError_t cudaGetDevice(int* device) {
+  *device = kDevice;
+  return cudaSuccess;
+}
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "none"; }
@@ -84,92 +93,59 @@ __attribute__((visibility("default"))) const char* describe_build() {
   return description.c_str();
 }
 
-// The sizes of a call, with no tensors.
-static FwdParams params_of(int batch, int heads, int heads_kv, int len_q, int len_k, int head_dim) {
+// The plan of a call, as JSON (host/build_info.h); a sentence if there is none.
+__attribute__((visibility("default"))) const char* describe_plan(const char* request) {
+  static std::string description;
+  try {
+    description = plan(request);
+  } catch (const std::exception& refusal) {
+    description = refusal.what();
+  }
+  return description.c_str();
+}
+
+// Which CTAs get which tiles, of `block_m` rows: for each CTA in turn, its work tiles go to `tiles`,
+// one after the other, as (CTA, first row, end of the rows, head, batch). Returns how many.
+__attribute__((visibility("default"))) int64_t schedule(int arch, int batch, int heads,
+                                                        int heads_kv, int len_q, int len_k,
+                                                        int head_dim, int window_left,
+                                                        int window_right, int block_m,
+                                                        int multiprocessors, int l2_bytes,
+                                                        int32_t* tiles) {
   FwdParams params{};
   params.batch = batch;
   params.heads_q = heads;
   params.group_size = heads / heads_kv;
   params.len_q = len_q;
   params.len_k = len_k;
-  params.head_dim = head_dim;
-  params.q.stride_head = 1;  // heads that are not expanded
-  return params;
-}
-
-// Of sm90, the row of the tile table that a call gets if its keys stay whole.
-static const TileEntrySm90& row_of_sm90(const FwdParams& params, MaskKind mask, bool is_triangle,
-                                        int multiprocessors) {
-  const auto tiles = [&](int block_m) {
-    return tiles_of(params, block_m, most_rows_of_query_sm90(params));
-  };
-  return kFwdTilesSm90[select_fwd_sm90(params.head_dim, mask, is_triangle, params.len_k,
-                                       multiprocessors, tiles)];
-}
-
-// Of sm90, how many rows the tiles of a call have.
-__attribute__((visibility("default"))) int block_m_of_sm90(int batch, int heads, int heads_kv,
-                                                           int len_q, int len_k, int head_dim,
-                                                           int is_banded, int is_triangle,
-                                                           int multiprocessors) {
-  const FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
-  const MaskKind mask = is_banded ? MaskKind::kBanded : MaskKind::kFull;
-  return row_of_sm90(params, mask, is_triangle, multiprocessors).config.block_m();
-}
-
-// Into how many parts a device of so many multiprocessors, which lends a block `smem_limit` bytes,
-// splits the keys; of how many keys each goes to `keys`.
-__attribute__((visibility("default"))) int splits_of(int arch, int batch, int heads, int heads_kv,
-                                                     int len_q, int len_k, int head_dim,
-                                                     int window_left, int window_right,
-                                                     int multiprocessors, int smem_limit,
-                                                     int32_t* keys) {
-  FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
-  const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
-  const bool is_triangle = mask == MaskKind::kBanded && params.is_triangle();
-  const SplitCost tiles =
-      arch == 80 ? SplitCost::of_sm80(params, kFwdTilesSm80[select_fwd_sm80(head_dim, smem_limit)],
-                                      multiprocessors)
-                 : SplitCost::of_sm90(params, mask, kFwdTilesSm90[select_splits_sm90(head_dim)],
-                                      row_of_sm90(params, mask, is_triangle, multiprocessors),
-                                      multiprocessors);
-  const SplitKV splits = choose_splits(params, tiles, multiprocessors, 0);
-  *keys = splits.keys;
-  return splits.count;
-}
-
-// Which thread blocks get which tiles, of `block_m` rows: for each block in turn, its tiles, or
-// parts of such, go to `tiles`, one after the other, as (block, first row, end of the rows, head,
-// batch); returns how many there are.
-__attribute__((visibility("default"))) int64_t deal(int arch, int batch, int heads, int heads_kv,
-                                                    int len_q, int len_k, int head_dim,
-                                                    int window_left, int window_right, int block_m,
-                                                    int multiprocessors, int l2_bytes,
-                                                    int32_t* tiles) {
-  FwdParams params = params_of(batch, heads, heads_kv, len_q, len_k, head_dim);
-  const MaskKind mask = set_band(params, window_left, window_right, len_k - len_q);
-  const PackGqa pack_gqa = PackGqa::make(params, block_m);
+  params.head_dim = params.head_dim_v = head_dim;
+  params.mask = set_band(params.band, len_q, len_k, window_left, window_right, len_k - len_q);
+  const GqaLayout gqa = GqaLayout::make(params, block_m, kMaxLength);
+  const PackGqa pack_gqa(gqa);
+  const TileGrid grid = {params, gqa, block_m, l2_bytes};
   int64_t count = 0;
-  const int row_count = pack_gqa.count(len_q);
-  auto add = [&](int block, sm90::WorkTile tile) {
-    for (int number : {block, tile.row0, tile.row_end, tile.head, tile.batch}) *tiles++ = number;
+  const int row_count = gqa.rows(len_q);
+  auto add = [&](int cta, int row0, int row_end, int head, int batch) {
+    if (row0 >= std::min(row_end, row_count)) return;
+    for (int number : {cta, row0, std::min(row_end, row_count), head, batch}) *tiles++ = number;
     ++count;
   };
   if (arch == 80) {
-    const auto schedule = sm80::TileScheduler::make(params, pack_gqa, mask, block_m, l2_bytes);
-    for (int block = 0; block < schedule.blocks(); ++block) {
-      const TileCoord tile = schedule.tile(block);
+    const TileSchedule plan = one_tile_per_cta(grid);
+    const sm80::SingleTileScheduler scheduler(plan, pack_gqa, batch);
+    for (int cta = 0; cta < plan.ctas; ++cta) {
+      const TileCoord tile = scheduler.tile(cta);
       const int row0 = tile.m_block * block_m;
-      add(block, {row0, std::min(row0 + block_m, row_count), tile.head, tile.batch});
+      add(cta, row0, row0 + block_m, tile.head, tile.batch);
     }
   } else {
-    const auto schedule =
-        sm90::TileScheduler::make(params, pack_gqa, mask, block_m, multiprocessors, l2_bytes);
-    for (int block = 0; block < schedule.blocks(); ++block) {
-      sm90::TileScheduler::Tiles of_block(block);
-      for (int i; schedule.has(i = of_block.next(schedule));) {
-        const sm90::WorkTile tile = schedule.tile(i, row_count);
-        if (tile.row0 < tile.row_end) add(block, tile);
+    const TileSchedule plan = persistent_schedule(grid, multiprocessors);
+    const sm90::PersistentTileScheduler scheduler(plan, pack_gqa, batch);
+    for (int cta = 0; cta < plan.ctas; ++cta) {
+      sm90::PersistentTileScheduler::Iterator of_cta(cta);
+      for (int i; scheduler.has(i = of_cta.next(scheduler));) {
+        const sm90::WorkTile tile = scheduler.tile(i);
+        add(cta, tile.row0, tile.row_end, tile.head, tile.batch);
       }
     }
   }
@@ -180,7 +156,7 @@ __attribute__((visibility("default"))) int64_t deal(int arch, int batch, int hea
 __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
                                                            emulator::Counters* counters,
                                                            char* error, size_t error_bytes) {
-  FwdParams params;
+  FwdParams params{};
   params.q = {call->q.data, call->q.strides[0], call->q.strides[1], call->q.strides[2]};
   params.k = {call->k.data, call->k.strides[0], call->k.strides[1], call->k.strides[2]};
   params.v = {call->v.data, call->v.strides[0], call->v.strides[1], call->v.strides[2]};
@@ -192,9 +168,11 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
   params.len_q = static_cast<int>(call->q.sizes[2]);
   params.len_k = static_cast<int>(call->k.sizes[2]);
   params.head_dim = static_cast<int>(call->q.sizes[3]);
-  set_scale(params, call->softmax_scale);
-  const MaskKind mask =
-      set_band(params, call->window_left, call->window_right, call->diagonal_offset);
+  params.head_dim_v = static_cast<int>(call->v.sizes[3]);
+  params.dtype = call->is_half ? DType::kHalf : DType::kBFloat16;
+  params.scale = make_softmax_scale(call->softmax_scale);
+  params.mask = set_band(params.band, params.len_q, params.len_k, call->window_left,
+                         call->window_right, call->diagonal_offset);
 
   emulator::Session session{.seed = call->seed, .workers = call->workers};
   auto add = [&](const char* name, GlobalMemory::Use use, const CTensor& t) {
@@ -217,17 +195,20 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
                       {1, call->q.sizes[0], heads},
                       {0, heads * rows * 4, rows * 4},
                       rows * 4});
-  std::vector<std::unique_ptr<float4[]>> workspaces;
-  auto allocate = [&](int64_t bytes) {
-    workspaces.push_back(std::make_unique<float4[]>(bytes / sizeof(float4) + 1));
-    void* data = workspaces.back().get();
-    session.global.add(
-        {"workspace", GlobalMemory::Use::kWorkspace, data, {1, 1, 1}, {0, 0, 0}, bytes});
-    return data;
-  };
+  std::unique_ptr<float4[]> workspace;
   auto launch = [&] {
-    launch_fwd(params, call->is_half ? DType::kHalf : DType::kBFloat16, mask,
-               {call->arch, call->smem_limit, call->splits}, kDevice, nullptr, allocate);
+    const FwdPlan plan = plan_fwd(params, {call->arch, call->smem_limit, call->splits},
+                                  properties_of(kDevice), sm90::encode_fwd_maps);
+    if (const int64_t bytes = plan.workspace_bytes) {
+      workspace = std::make_unique<float4[]>(bytes / sizeof(float4) + 1);
+      session.global.add({"workspace",
+                          GlobalMemory::Use::kWorkspace,
+                          workspace.get(),
+                          {1, 1, 1},
+                          {0, 0, 0},
+                          bytes});
+    }
+    launch_fwd(plan, params, workspace.get(), kDevice, nullptr);
   };
   current_call = call;
   emulator::refuses_tensor_maps = call->refuses_tensor_maps;
