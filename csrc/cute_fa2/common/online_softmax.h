@@ -87,6 +87,22 @@ class OnlineSoftmax {
     return result;
   }
 
+  // What is subtracted after an update_limits that returned `changed`. Exact rows always change.
+  struct Subtrahends {
+    float subtrahend[kRows];
+  };
+  CUTE_DEVICE Subtrahends subtrahends(bool changed) const {
+    Subtrahends result;
+    if (changed) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) result.subtrahend[r] = policy_.subtrahend(limit_[r]);
+    } else {
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) result.subtrahend[r] = policy_.reference(limit_[r]);
+    }
+    return result;
+  }
+
   template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE bool may_exceed(const Scores& scores) const {
     bool result = false;
@@ -163,12 +179,8 @@ class OnlineSoftmax {
     }
   }
 
-  template <int kFirstRow = 0, class Scores>
-  CUTE_DEVICE void apply_exp2(Scores& scores) {
-    apply_exp2<kFirstRow>(scores, bounds());
-  }
   // Of some of the block's columns, or all.
-  template <int kFirstRow = 0, class Scores>
+  template <int kFirstRow = 0, class Scores, class Bounds>
   CUTE_DEVICE void apply_exp2(Scores& scores, const Bounds& bounds) {
     // Column by column: the product with V takes the weights of the first columns first.
     CUTE_UNROLL

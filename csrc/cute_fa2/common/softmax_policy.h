@@ -53,14 +53,14 @@ class SoftmaxPolicy {
     return row.sum == 0.f ? -INFINITY : (reference(row.limit) + platform::log2(row.sum)) * kLn2;
   }
 
- private:
-  // Before the first key the limit is -inf and the reference finite: -inf - reference is -inf, not
+  // Of an ordinary row. Before the first key the limit is -inf and the reference finite: -inf - reference is -inf, not
   // NaN.
   CUTE_DEVICE float reference(float limit) const {
     constexpr float kLowest = std::numeric_limits<float>::lowest();
     return fmaxf(fmaf(limit, scale_.scale_log2, -SoftmaxScale::kSlackLog2), kLowest);
   }
 
+ private:
   const SoftmaxScale& scale_;  // read where needed: a constant-bank operand costs no register
 };
 

@@ -141,7 +141,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     // Before the first block O is 0.
     if (changed && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
 
-    softmax_and_gemms<Rows, kHasNext>(thread_here, n_block, fragments, tOrO_step);
+    softmax_and_gemms<Rows, kHasNext>(thread_here, n_block, softmax_.subtrahends(changed),
+                                      fragments, tOrO_step);
     if constexpr (kHasNext) {
       auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
       auto next_scores = as_matrix(tSrS_next);                           // (rows, columns)
@@ -155,8 +156,9 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
   // exponentials. The fence between pieces is a branch; without it ptxas takes all exponentials
   // first, and all of S last.
   template <class Rows, bool kHasNext, class Out>
-  CUTE_DEVICE void softmax_and_gemms(unsigned thread, int n_block, Fragments& fragments,
-                                     Out& tOrO_step) {
+  CUTE_DEVICE void softmax_and_gemms(unsigned thread, int n_block,
+                                     const typename Softmax::Subtrahends& subtrahends,
+                                     Fragments& fragments, Out& tOrO_step) {
     using namespace cute;
     constexpr int kPieces = kBlockN / 16;
     constexpr int kStepsOfS = Traits::kHeadDim / 16, kPairsOfO = Traits::kHeadDimV / 16;
@@ -173,11 +175,10 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto words = make_tensor<uint32_t>(
         make_shape(_4{}, size<1>(tSrS_step), Int<kPieces>{}));  // (4, MMA_M, N / 16)
     auto tOrP = recast<Element>(words);                         // (8, MMA_M, N / 16)
-    const auto bounds = softmax_.bounds();  // once: the compiler would not share them
     auto exp2_of = [&](int piece) {
       auto accumulators = pair_of_columns(tSrS_step, piece);  // (4, MMA_M, 2)
       auto scores = as_matrix(accumulators);
-      softmax_.template apply_exp2<Rows::kFirstRow>(scores, bounds);
+      softmax_.template apply_exp2<Rows::kFirstRow>(scores, subtrahends);
       auto words_of_piece = words(_, _, piece);
       convert_to_words<Element>(as_a_operand(accumulators), words_of_piece);
     };
