@@ -50,11 +50,12 @@ class SoftmaxPolicy {
   // The log-sum-exp (natural logarithm) of a row; -inf without a key.
   CUTE_DEVICE float lse(RowStats row) const {
     constexpr float kLn2 = 0.693147180559945309f;
-    return row.sum == 0.f ? -INFINITY : (reference(row.limit) + platform::log2(row.sum)) * kLn2;
+    const float log2_weight = fmaf(row.limit, scale_.scale_log2, -SoftmaxScale::kSlackLog2);
+    return row.sum == 0.f ? -INFINITY : (log2_weight + platform::log2(row.sum)) * kLn2;
   }
 
-  // Of an ordinary row. Before the first key the limit is -inf and the reference finite: -inf - reference is -inf, not
-  // NaN.
+  // Of an ordinary row. Before the first key the limit is -inf and the reference finite: then
+  // -inf - reference is -inf, not NaN.
   CUTE_DEVICE float reference(float limit) const {
     constexpr float kLowest = std::numeric_limits<float>::lowest();
     return fmaxf(fmaf(limit, scale_.scale_log2, -SoftmaxScale::kSlackLog2), kLowest);
