@@ -63,7 +63,7 @@ def test_counts(emulator, name):
     "head_dim, flops", [(32, 32.0), (64, 32.0), (96, 25.6), (128, 21.3), (192, 14.2), (256, 14.2)]
 )
 def test_flops_for_each_byte_of_shared_memory(emulator, head_dim, flops):
-    """Of the tiles for 99 KB, as csrc/cute_fa2/README.md has them: what a block of keys adds."""
+    """Of the tiles for 99 KB, as notes/sm80_forward.md has them: what a block of keys adds."""
     (tile,) = (t for t in ops.tiles_for(LIMITS[-1]) if t["head_dim"] == head_dim)
     m, n = tile["block_m"], tile["block_n"]
     read = []
