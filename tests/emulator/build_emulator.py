@@ -69,7 +69,7 @@ class Library:
     sources: str = SOURCES
     head_dims: Sequence[int] = variants.ALL_HEAD_DIMS
     dtypes: Sequence[str] = tuple(variants.DTYPES)
-    kinds: Sequence[str] = tuple(variants.SM90_KINDS)  # each of which has a file
+    kinds: Sequence[str] = tuple(variants.OPS["fwd"]["sm90"])  # each of which has a file
     debug: bool = False  # for a debugger
     combines: bool = False  # with COMBINE_LAUNCH from `sources` as well, not as the other libraries have it
 

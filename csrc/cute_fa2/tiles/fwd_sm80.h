@@ -1,5 +1,5 @@
-// The tile table of the SM80 forward. An entry has one measured number beside it: its speed as a
-// multiple of FlashAttention-2's on an H200, bf16, B x N = 16384. What else was tried is in
+// The tile table of the SM80 forward. Beside an entry: its speed as a multiple of FlashAttention-2's
+// on an H200, bf16, B x N = 16384, full and causal. What else was tried is in
 // notes/sm80_forward.md. Python reads the table through the op `build_info`.
 #pragma once
 
@@ -51,16 +51,16 @@ struct TileEntrySm80 {
 // head dim fits 99 KB.
 inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     // head_dim, head_dim_v, block_m, block_n, row_warps, pipelined_qk, column_warps; ctas_per_sm
-    {{32, 32, 128, 128, 4, true}, 2},       // 1.30
-    {{64, 64, 128, 64, 4, true}, 2},        // 1.21
-    {{96, 96, 128, 64, 4, false}, 2},       // 1.12
-    {{128, 128, 128, 64, 4, false}, 2},     // 1.20
-    {{128, 128, 128, 32, 4, false}, 2},     // 0.90
-    {{192, 192, 64, 64, 2, false, 2}, 2},   // 1.11
-    {{192, 192, 128, 64, 8, false}, 1},     // 0.93
-    {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.15
+    {{32, 32, 128, 128, 4, true}, 2},       // 1.31, N 512 and 4096
+    {{64, 64, 128, 64, 4, true}, 2},        // 1.22, N 512 to 16384
+    {{96, 96, 128, 64, 4, false}, 2},       // 1.13, N 512 and 4096
+    {{128, 128, 128, 64, 4, false}, 2},     // 1.21, N 512 to 16384
+    {{128, 128, 128, 32, 4, false}, 2},     // 1.09, N 512 and 4096
+    {{192, 192, 64, 64, 2, false, 2}, 2},   // 1.12, N 512 and 4096
+    {{192, 192, 128, 64, 8, false}, 1},     // 1.00, N 512 and 4096
+    {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.17, N 512 to 16384
     {{256, 256, 128, 64, 4, false, 2}, 1},  // not timed
-    {{256, 256, 64, 64, 4, false}, 1},      // not timed
+    {{256, 256, 64, 64, 4, false}, 1},      // 1.08, N 512 and 4096
 };
 
 // The index of the entry that serves `head_dim` (a bucket), or -1.

@@ -1,5 +1,5 @@
-// The tile table of the SM90 forward. An entry has one measured number beside it: its speed as a
-// multiple of cuDNN's on an H200, bf16, B x N = 16384, full. What else was tried is in
+// The tile table of the SM90 forward. Beside an entry: its speed as a multiple of cuDNN's on an H200,
+// bf16, B x N = 16384, full and causal where it serves both. What else was tried is in
 // notes/sm90_forward.md. Python reads the table through the op `build_info`.
 #pragma once
 
@@ -70,18 +70,18 @@ struct TileEntrySm90 {
 inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     // head_dim, head_dim_v, consumers, block_n, stages, q_stages, ping_pong;
     // full, banded, row_cost, split_kv
-    {{32, 32, 4, 64, 4, 2, false}, true, true},               // N 4096: 1.44
-    {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true},  // not timed beside others
-    {{64, 64, 4, 64, 6, 2, false}, true, true},               // N 4096: 1.27
-    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true},    // for few tiles
-    {{96, 96, 3, 96, 3, 2, true}, true, false},               // N 4096: 1.44
-    {{96, 96, 4, 48, 4, 2, true}, true, false, 110},          // N 512: 1.22
-    {{96, 96, 3, 64, 4, 2, false}, false, true},              // N 4096, causal: 1.48
-    {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},  // not timed beside others
-    {{128, 128, 3, 64, 2, 2, false}, true, true},             // N 4096: 1.13
-    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true},  // N 512: 1.06
-    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true},   // N 4096: 1.25
-    {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true},   // N 4096: 1.16
+    {{32, 32, 4, 64, 4, 2, false}, true, true},               // 1.43, N 512 and 4096
+    {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true},  // not timed
+    {{64, 64, 4, 64, 6, 2, false}, true, true},               // 1.25, N 512 and 4096
+    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true},    // 1.20 of the one above, few tiles
+    {{96, 96, 3, 96, 3, 2, true}, true, false},               // 1.40, N 4096
+    {{96, 96, 4, 48, 4, 2, true}, true, false, 110},          // 1.22, N 512
+    {{96, 96, 3, 64, 4, 2, false}, false, true},              // 1.36, N 512 and 4096
+    {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},  // not timed
+    {{128, 128, 3, 64, 2, 2, false}, true, true},             // 1.21, N 4096
+    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true},  // 1.06, N 512
+    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true},   // 1.18, N 512 and 4096
+    {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true},   // 1.17, N 512 and 4096
 };
 
 // The index of the split-KV entry of heads of `head_dim` (a bucket), or -1.
