@@ -30,7 +30,7 @@ CUTE_DEVICE constexpr auto as_matrix(cute::Tensor<Engine, Layout>&& accumulator)
   return cute::make_tensor(accumulator.data(), rows_and_columns(accumulator.layout()));
 }
 
-// Of a warp's MMAs along the rows, kCount from the kFirst on; each has two rows of a thread.
+// kCount of a warp's MMAs along the rows, from kFirst on. A thread has two rows of each.
 template <int kFirst_, int kCount_>
 struct MmaRange {
   static constexpr int kFirst = kFirst_;
@@ -58,10 +58,9 @@ CUTE_DEVICE constexpr auto pair_of_columns(cute::Tensor<Engine, Layout>& fragmen
       make_layout(get<0>(layout), get<1>(layout), make_layout(_2{}, stride<2>(layout))));
 }
 
-// ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): two neighbouring 16 x 8 accumulators
-// hold, lane by lane, the elements of one 16 x 16 A operand, so that P goes from one product to the
-// next without leaving its registers. Of wgmma: ((2, 2, N / 8), MMA_M, 1) -> ((2, 2, 2), MMA_M,
-// N / 16).
+// ((2, 2), MMA_M, MMA_N) -> ((2, 2, 2), MMA_M, MMA_N / 2): lane by lane, two neighbouring 16 x 8
+// accumulators hold the elements of one 16 x 16 A operand. So P stays in its registers from one
+// product to the next. Of wgmma: ((2, 2, N / 8), MMA_M, 1) -> ((2, 2, 2), MMA_M, N / 16).
 template <class Engine, class Layout>
 CUTE_DEVICE constexpr auto as_a_operand(cute::Tensor<Engine, Layout>& fragment) {
   using namespace cute;
@@ -79,10 +78,12 @@ CUTE_DEVICE constexpr auto as_a_operand(cute::Tensor<Engine, Layout>& fragment) 
   }
 }
 
+// The elements of `source`, which lie side by side, as `To`.
 template <class To, class Engine, class Layout>
 CUTE_DEVICE auto convert(const cute::Tensor<Engine, Layout>& source) {
   using From = typename Engine::value_type;
   constexpr int kSize = decltype(cute::size(source))::value;
+  static_assert(decltype(cute::cosize(source.layout()))::value == kSize);
   auto result = cute::make_tensor<To>(source.layout());
   const auto& from = *reinterpret_cast<const cutlass::Array<From, kSize>*>(source.data());
   *reinterpret_cast<cutlass::Array<To, kSize>*>(result.data()) =
@@ -90,8 +91,8 @@ CUTE_DEVICE auto convert(const cute::Tensor<Engine, Layout>& source) {
   return result;
 }
 
-// The elements of `source` as `To` of 2 bytes, two in each 32-bit word of `words`: registers that
-// the compiler never has to take apart.
+// The elements of `source` as `To` of 2 bytes, two in each 32-bit word of `words`. The compiler
+// never takes such a register apart.
 template <class To, class Engine, class Layout, class Words>
 CUTE_DEVICE void convert_to_words(const cute::Tensor<Engine, Layout>& source, Words& words) {
   static_assert(decltype(cute::size(source))::value == 2 * decltype(cute::size(words))::value);

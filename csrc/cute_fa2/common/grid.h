@@ -16,7 +16,7 @@ namespace flash_cute {
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMinCtas)
     flash_cute_kernel(const __grid_constant__ typename Kernel::Arguments arguments) {
-  // Aligned as the widest swizzle asks for.
+  // The widest swizzle wants this alignment.
   extern __shared__ __align__(1024) unsigned char smem[];
   Kernel::run(arguments, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
 }
@@ -27,7 +27,7 @@ void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int dev
               cudaStream_t stream) {
   using Traits = typename Kernel::Traits;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
-  if constexpr (kSmemBytes > 48 * 1024) {  // has to be asked for, once for each device
+  if constexpr (kSmemBytes > 48 * 1024) {  // CUDA wants to be asked, once for each device
     static DeviceFlags asked_for;
     if (!asked_for.test(device)) {
       check_cuda(cudaFuncSetAttribute(flash_cute_kernel<Kernel>,

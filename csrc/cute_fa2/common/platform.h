@@ -1,7 +1,6 @@
-// All that a kernel asks of the machine below CuTe's layouts: who am I, wait for the others,
-// exchange within a warp, the exponential, and the instructions behind copies and matrix products.
-// Kernels use nothing of the kind by any other way, so that another platform can stand in for the
-// GPU. (What only Hopper has is in sm90/hopper.h, under the same rule.)
+// What a kernel asks of the machine below CuTe's layouts: indices, barriers, warp shuffles, the
+// exponential, and the instructions behind copies and matrix products. Kernels reach these through
+// this file alone (on Hopper also sm90/hopper.h), so that an emulator can stand in for the GPU.
 #pragma once
 
 #ifndef __CUDACC__
@@ -18,12 +17,11 @@
 
 namespace flash_cute::platform {
 
-// Unsigned, as layouts divide it and the division of a signed number takes more instructions.
+// Unsigned: layouts divide it, and a signed division takes more instructions.
 CUTE_DEVICE unsigned thread_index() { return threadIdx.x; }
 CUTE_DEVICE int cta_index() { return blockIdx.x; }
 
-// A barrier of all threads of the block, which also makes their shared-memory accesses visible to
-// each other.
+// A barrier of all threads of the CTA. It makes their shared-memory accesses visible to each other.
 CUTE_DEVICE void sync_cta() { __syncthreads(); }
 // The same, and whether the predicate holds for any of them.
 CUTE_DEVICE bool sync_cta_or(bool predicate) { return __syncthreads_or(predicate); }
@@ -36,12 +34,11 @@ CUTE_DEVICE Word shuffle_xor(Word value, int lane_mask) {
 
 CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
 
-// A value that is the same for all threads of the warp, with the compiler told so: it can then keep
-// it, and what is computed from it, in registers that the warp shares.
+// Tells the compiler that the value is the same for all threads of the warp. It then keeps it, and
+// what follows from it, in uniform registers.
 CUTE_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// 2^x to about 2 ulp, denormal results flushed to zero: one instruction of the special-function
-// unit.
+// 2^x to about 2 ulp, denormal results flushed to zero: one instruction.
 CUTE_DEVICE float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -57,8 +54,8 @@ CUTE_DEVICE float reciprocal(float x) {
   return y;
 }
 
-// The same value, with its origin hidden from the compiler: what is computed from it is computed
-// where it stands, not ahead of the loop, where it would hold a register.
+// The same value, its origin hidden from the compiler: what follows from it is computed here, not
+// ahead of the loop, where it would hold a register.
 template <class Integer>
 CUTE_DEVICE Integer rematerialize(Integer value) {
   asm volatile("" : "+r"(value));
@@ -73,40 +70,46 @@ CUTE_DEVICE T* rematerialize(T* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }
-// Hidden from ptxas as well, which sees through the former: it does not know that `changing` is
-// never negative. Within a loop it is to be another in each pass.
+// Hidden from ptxas as well, which sees through the former. `changing` is never negative, which
+// ptxas does not know; in a loop it changes in each pass.
 template <class Integer>
 CUTE_DEVICE Integer rematerialize(Integer value, int changing) {
   return rematerialize(value) + (changing >> 31);
 }
 
-// Products and exponentials that stand before it stay before those behind: a branch, which ptxas
-// moves none across (tests/test_machine_code.py looks). It is never taken, as `changing` is not
-// negative, which ptxas does not know; in a loop it is to be another in each pass.
+// Keeps products and exponentials before it ahead of those behind: a branch that is never taken,
+// across which ptxas moves none (tests/test_machine_code.py looks). `changing` as above.
 CUTE_DEVICE void schedule_fence(int changing) {
   if (changing < 0) __trap();
 }
 
-// Copies issued by this thread so far form a group; `wait_copies<N>` returns when at most the N
-// newest groups are still under way. What they wrote is then visible to this thread, to the others
-// after a barrier.
+// cp.async groups. commit_copies closes a group of this thread's copies. wait_copies<N> returns
+// when at most the N newest groups are in flight. What the others wrote is then visible to this
+// thread, and to other threads after a barrier.
 CUTE_DEVICE void commit_copies() { cute::cp_async_fence(); }
 template <int kGroupsInFlight>
 CUTE_DEVICE void wait_copies() {
   cute::cp_async_wait<kGroupsInFlight>();
 }
 
-// 16 bytes from global to shared memory, past L1; zeros where the predicate is false, with nothing
-// read.
+// cp.async of 16 bytes, past L1. Where the predicate is false it writes zeros and reads nothing.
 using CopyGlobalToShared = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;
-// ldmatrix: four 8 x 8 matrices of 2-byte elements, as they lie or transposed.
+// ldmatrix: four 8 x 8 matrices of 2-byte elements, plain or transposed.
 using LoadMatrix = cute::SM75_U32x4_LDSM_N;
 using LoadMatrixTransposed = cute::SM75_U16x8_LDSM_T;
 // mma.sync m16n8k16 with fp32 accumulation.
 template <class Element>
-using Mma =
-    std::conditional_t<std::is_same_v<Element, cutlass::half_t>, cute::SM80_16x8x16_F32F16F16F32_TN,
-                       cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+struct MmaOf;
+template <>
+struct MmaOf<cutlass::half_t> {
+  using type = cute::SM80_16x8x16_F32F16F16F32_TN;
+};
+template <>
+struct MmaOf<cutlass::bfloat16_t> {
+  using type = cute::SM80_16x8x16_F32BF16BF16F32_TN;
+};
+template <class Element>
+using Mma = typename MmaOf<Element>::type;
 
 }  // namespace flash_cute::platform
 

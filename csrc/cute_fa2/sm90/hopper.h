@@ -1,6 +1,5 @@
-// What Hopper adds below CuTe's layouts, by name: barriers in shared memory that count bytes, bulk
-// tensor copies (TMA), barriers among some of a block's warps, registers that change hands. The
-// SM90 kernels use nothing of the kind by any other way.
+// What Hopper adds below CuTe's layouts: mbarriers, TMA, named barriers, register reallocation,
+// wgmma. The SM90 kernels reach these through this file alone.
 #pragma once
 
 #ifndef __CUDACC__
@@ -29,24 +28,24 @@ CUTE_DEVICE int warp_in_warpgroup() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 % 4, 0);
 }
 CUTE_DEVICE int thread_in_warpgroup() { return threadIdx.x % kWarpgroup; }
-// Of the whole block: the first thread; of a warp: its first lane.
+// The first thread of the CTA; the first lane of a warp.
 CUTE_DEVICE bool is_first_thread() { return threadIdx.x == 0; }
 CUTE_DEVICE bool is_first_lane() { return threadIdx.x % 32 == 0; }
 
 // The lanes of a warp wait for each other.
 CUTE_DEVICE void sync_warp() { __syncwarp(); }
 
-// stmatrix: four 8 x 8 matrices of 2-byte elements to shared memory. Of each, a lane has two
-// neighbouring elements of row lane / 4; `row` is where 16 bytes go: row lane % 8 of matrix
-// lane / 8.
+// Four 8 x 8 matrices of 2-byte elements to shared memory. A lane has two neighbouring elements of
+// row lane / 4 of each. It also names, in `row`, where row lane % 8 of matrix lane / 8 goes.
 CUTE_DEVICE void stmatrix(void* row, const uint32_t (&words)[4]) {
   cute::SM90_U32x4_STSM_N::copy(words[0], words[1], words[2], words[3],
                                 *static_cast<cute::uint128_t*>(row));
 }
 
-// A barrier in shared memory. Its phase is over, and the next begins, when `arrivals` threads have
-// arrived and the bytes expected in it have been copied. `wait` returns once the phase of that
-// parity is over; of a new barrier, the one before the first counts as over (parity 1).
+// An mbarrier. Its phase ends, and the next begins, when `arrivals` threads have arrived and the
+// bytes expected in it have been copied. `wait` returns once the phase of that parity is over. For
+// a new barrier the phase of parity 1 counts as over. A wait makes visible what the arriving
+// threads wrote before, and what the copies brought.
 class Barrier {
   using Impl = cutlass::arch::ClusterTransactionBarrier;
 
@@ -67,18 +66,17 @@ class Barrier {
   CUTE_DEVICE uint64_t* state() { return &state_; }
 
  private:
-  // What was written before an arrival is there after the wait. The instructions say so; CUTLASS
-  // does not tell the compiler, which must not move plain accesses across either.
+  // CUTLASS does not tell the compiler that it must not move plain accesses across either.
   CUTE_DEVICE static void order_memory() { asm volatile("" ::: "memory"); }
 
   uint64_t state_;
 };
 
-// Before a __syncthreads, after which all threads and copies may use the initialised barriers.
+// Makes the initialised barriers visible to TMA; after a barrier of the CTA all threads see them.
 CUTE_DEVICE void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
 
-// A box of a tensor to shared memory, in one thread's name. What lies outside of the tensor becomes
-// zeros. `arrival` is told of the bytes. The coordinates are those of make_tensor_map.
+// One thread starts the copy of a TMA box to shared memory. What lies outside of the tensor becomes
+// zeros. `arrival` counts the bytes. The coordinates are those of the map (sm90/tensor_map.cpp).
 CUTE_DEVICE void tma_load(const CUtensorMap& map, void* target, Barrier& arrival, int column,
                           int in_group, int row, int head, int batch) {
   cute::SM90_TMA_LOAD_5D::copy(&map, arrival.state(),
@@ -86,10 +84,10 @@ CUTE_DEVICE void tma_load(const CUtensorMap& map, void* target, Barrier& arrival
                                target, column, in_group, row, head, batch);
 }
 
-// A box of a tensor from shared memory, in one thread's name; of what lies outside of the tensor
-// nothing is written. It reads what threads have shown to the copy engine before a barrier. Boxes
-// since the last commit form a group, and `tma_store_wait<N>` returns when at most the thread's N
-// newest groups have shared memory still to read.
+// One thread starts the copy of a TMA box from shared memory. Nothing outside of the tensor is
+// written. Each writing thread calls fence_async_proxy first, which makes its writes visible to
+// TMA; then they meet at a barrier. Stores since the last commit form a group. tma_store_wait<N>
+// returns when at most the thread's N newest groups still read shared memory.
 CUTE_DEVICE void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -106,8 +104,8 @@ CUTE_DEVICE void prefetch_tensor_map(const CUtensorMap& map) {
   cute::prefetch_tma_descriptor(&map);
 }
 
-// Two warpgroups meet at one of the block's sixteen barriers: one goes on at once, the other once
-// both are there.
+// Two warpgroups at one of the CTA's sixteen named barriers. `arrive` goes on at once, `sync` when
+// both have come.
 CUTE_DEVICE void named_barrier_arrive(int barrier) {
   cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, static_cast<uint32_t>(barrier));
 }
@@ -115,7 +113,7 @@ CUTE_DEVICE void named_barrier_sync(int barrier) {
   cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, static_cast<uint32_t>(barrier));
 }
 
-// Registers of each of a warpgroup's threads, fewer and more.
+// setmaxnreg: fewer registers for each thread of a warpgroup, or more.
 template <int kRegisters>
 CUTE_DEVICE void register_dealloc() {
   cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
@@ -125,8 +123,8 @@ CUTE_DEVICE void register_alloc() {
   cutlass::arch::warpgroup_reg_alloc<kRegisters>();
 }
 
-// Products of a warpgroup, 64 x kColumns x 16, accumulated in fp32: of A (rows, k) and B (columns,
-// k) in shared memory, and of A in registers and B as (k, columns) in shared memory.
+// wgmma of 64 x kColumns x 16, accumulated in fp32. MmaSS: A (rows, k) and B (columns, k) in shared
+// memory. MmaRS: A in registers, B (k, columns) in shared memory.
 template <int kColumns>
 using MmaShape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
 template <class Element, int kColumns>
@@ -138,9 +136,9 @@ using MmaRS = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float,
                                                         cute::SM90::GMMA::Major::K,
                                                         cute::SM90::GMMA::Major::MN>());
 
-// Products run beside the threads that issue them: those issued between `wgmma_fence`, which
-// hands over the registers written so far, and `wgmma_commit` form a group, and
-// `wgmma_wait<N>` returns when at most the N newest groups are still under way.
+// wgmma is asynchronous. wgmma_fence orders it behind this thread's writes to its registers. The
+// products up to wgmma_commit form a group. wgmma_wait<N> returns when at most the N newest groups
+// are in flight: the accumulators of the others may be read.
 CUTE_DEVICE void wgmma_fence() { cute::warpgroup_arrive(); }
 CUTE_DEVICE void wgmma_commit() { cute::warpgroup_commit_batch(); }
 template <int kGroupsInFlight>

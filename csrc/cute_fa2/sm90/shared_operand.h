@@ -1,5 +1,5 @@
-// An operand of products in shared memory, in the words of wgmma: a descriptor of 64 bits for each
-// 16 of the products' K, whose lower word has the address, in units of 16 bytes.
+// An operand of wgmma in shared memory: a descriptor of 64 bits for each 16 of K. The lower word
+// has the address, in units of 16 bytes.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -9,10 +9,9 @@
 
 namespace flash_cute::sm90 {
 
-// Tiles of an operand, kTileBytes from one to the next. From a pointer CuTe makes descriptors in
-// some ten instructions at each use, and for each 16 of K adds to the lower word and takes the
-// upper one anew, which is three more. Here the first of the first tile is made once, and the
-// others from it.
+// Tiles of an operand, kTileBytes from one to the next. CuTe makes a descriptor from a pointer in
+// some ten instructions at each use, and three more for each 16 of K. Here the first descriptor of
+// the first tile is made once, and the others from it by an addition.
 template <class Fragment, int kTileBytes>
 class SharedOperand {
  public:
@@ -22,8 +21,8 @@ class SharedOperand {
     low = platform::warp_uniform(static_cast<int>(low));
   }
 
-  // fragment(_, _, k) of a tile, (1, 1). The sum of 64 bits is one instruction (UIADD3.64), but not
-  // where a product has two operands in shared memory (`kOfTwo`): there ptxas makes four of it.
+  // fragment(_, _, k) of a tile, (1, 1). A 64-bit sum is one instruction (UIADD3.64), but where
+  // both operands are in shared memory (`kOfTwo`) ptxas makes four of it.
   template <bool kOfTwo>
   CUTE_DEVICE auto descriptor(int tile, int k) const {
     constexpr typename Fragment::layout_type layout;

@@ -1,5 +1,5 @@
-// The tile table of the SM80 forward. Beside an entry: its speed as a multiple of FlashAttention-2's
-// on an H200, bf16, B x N = 16384, full and causal. What else was tried is in
+// The tile table of the SM80 forward. Beside an entry: its speed as a multiple of
+// FlashAttention-2's on an H200, bf16, B x N = 16384, full and causal. What else was tried is in
 // notes/sm80_forward.md. Python reads the table through the op `build_info`.
 #pragma once
 
