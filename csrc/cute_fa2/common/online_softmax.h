@@ -45,13 +45,17 @@ struct QuadAllreduce {
 // A block of scores takes four calls:
 //   may_exceed     whether one of this thread's scores may exceed its row's limit. Can be asked
 //                  before a mask, which only lowers scores.
-//   update_limits  raises the limits that are exceeded. Returns false if there is nothing to do,
-//                  the same for all threads that vote together.
-//   rescale        multiplies `out`, the weighted sum of V so far, where update_limits returned
-//                  true. Can be left out while `out` is 0.
+//   update_limits  raises the limits that are exceeded, and subtracts them from exact rows.
+//   rescale        multiplies `out`, the weighted sum of V so far, where limits have changed. Can
+//   be
+//                  left out while `out` is 0.
 //   apply_exp2     replaces the scores that update_limits has had by their weights.
 // `scores` and `out` are matrices of (rows, columns). Their rows are all kRows, or consecutive ones
 // from kFirstRow on; the statistics of the others stay as they are.
+// What update_limits has done; kNone is the same for all threads that vote together. Exact rows end
+// in kExact in every block.
+enum class LimitUpdate { kNone, kLimits, kExact };
+
 template <int kRows_>
 class OnlineSoftmax {
  public:
@@ -70,7 +74,7 @@ class OnlineSoftmax {
     }
   }
 
-  // What follows from the limits, kept until update_limits returns true where there are registers.
+  // What follows from the limits. Where there are registers it is kept until they change.
   struct Bounds {
     int exceeding_bits[kRows];  // of the least score that may exceed the limit; see greatest_bits
     float subtrahend[kRows];
@@ -87,18 +91,16 @@ class OnlineSoftmax {
     return result;
   }
 
-  // What is subtracted after an update_limits that returned `changed`. Exact rows always change.
+  // The subtrahends alone, after `update`: without exact rows nothing is asked about them.
   struct Subtrahends {
     float subtrahend[kRows];
   };
-  CUTE_DEVICE Subtrahends subtrahends(bool changed) const {
+  CUTE_DEVICE Subtrahends subtrahends(LimitUpdate update) const {
     Subtrahends result;
-    if (changed) {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) result.subtrahend[r] = policy_.subtrahend(limit_[r]);
-    } else {
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) result.subtrahend[r] = policy_.reference(limit_[r]);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      result.subtrahend[r] = update == LimitUpdate::kExact ? policy_.subtrahend(limit_[r])
+                                                           : policy_.reference(limit_[r]);
     }
     return result;
   }
@@ -126,14 +128,14 @@ class OnlineSoftmax {
 
   // `is_first`: the first block of a tile, where all rows get a limit.
   template <int kFirstRow = 0, class Scores, class Allreduce = QuadAllreduce>
-  CUTE_DEVICE bool update_limits(Scores& scores, bool may_exceed, bool is_first,
-                                 const Allreduce& allreduce = {}) {
+  CUTE_DEVICE LimitUpdate update_limits(Scores& scores, bool may_exceed, bool is_first,
+                                        const Allreduce& allreduce = {}) {
     // Each row decides for itself, so that its result does not depend on its neighbours. All vote
     // whether there is anything to do.
     if (is_first) {
       allreduce.sync();
     } else {
-      if (!allreduce.any(may_exceed)) return false;
+      if (!allreduce.any(may_exceed)) return LimitUpdate::kNone;
     }
     constexpr int kCount = decltype(cute::size<0>(scores))::value;
     static_assert(kFirstRow + kCount <= kRows);
@@ -152,22 +154,28 @@ class OnlineSoftmax {
         const float limit = limit_[kFirstRow + r];
         exceeds |= row_max[r] > limit || policy_.is_exact(limit);
       }
-      if (!allreduce.any(exceeds)) return false;
+      if (!allreduce.any(exceeds)) return LimitUpdate::kNone;
     }
     allreduce.max(row_max);
+    bool has_exact = false;
     CUTE_UNROLL
     for (int i = 0; i < kCount; ++i) {
       const int r = kFirstRow + i;
       const float limit = row_max[i] > limit_[r] ? policy_.limit_above(row_max[i]) : limit_[r];
       rescale_[r] = policy_.rescale(limit_[r], limit);
-      if (policy_.is_exact(limit)) {
-        CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) scores(i, c) -= limit;
-      }
       limit_[r] = limit;
       sum_[r] *= rescale_[r];
+      has_exact |= policy_.is_exact(limit);
     }
-    return true;
+    if (!platform::any_in_warp(has_exact)) return LimitUpdate::kLimits;
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      const float limit = limit_[kFirstRow + i];
+      const float offset = policy_.is_exact(limit) ? limit : 0.f;
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) scores(i, c) -= offset;
+    }
+    return LimitUpdate::kExact;
   }
 
   template <int kFirstRow = 0, class Out>
@@ -255,7 +263,7 @@ class OnlineSoftmax {
 
   float limit_[kRows];  // -inf before the first key
   float sum_[kRows];
-  float rescale_[kRows];     // of the last update_limits that returned true
+  float rescale_[kRows];     // of the last change of limits
   const FwdParams& params_;  // read where needed: a constant-bank operand costs no register
   SoftmaxPolicy policy_;
 };

@@ -135,14 +135,14 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto out = as_matrix(tOrO_step);                    // (rows, columns)
     this->template apply_mask<kStepM>(row0_ + Rows::kFirst * kMmaRows, n_block * kBlockN, scores);
     const bool is_first = !has_previous(n_block);
-    const bool changed = softmax_.template update_limits<Rows::kFirstRow>(
+    const LimitUpdate update = softmax_.template update_limits<Rows::kFirstRow>(
         scores, fragments.may_exceed != 0, is_first,
         row_allreduce<Traits>(smem_, platform::rematerialize(thread_)));
     // Before the first block O is 0.
-    if (changed && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
+    if (update != LimitUpdate::kNone && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
 
-    softmax_and_gemms<Rows, kHasNext>(thread_here, n_block, softmax_.subtrahends(changed),
-                                      fragments, tOrO_step);
+    softmax_and_gemms<Rows, kHasNext>(thread_here, n_block, softmax_.subtrahends(update), fragments,
+                                      tOrO_step);
     if constexpr (kHasNext) {
       auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
       auto next_scores = as_matrix(tSrS_next);                           // (rows, columns)
