@@ -16,9 +16,8 @@ namespace flash_cute {
 //
 //   ordinary rows   2^(c s - reference), with reference = c limit - kSlackLog2, rounded: one fused
 //                   multiply-add a score. All weights of a row have the same rounding of it.
-//   exact rows      |limit| >= exact_from: there that rounding could be the exponent of an
-//   overflow.
-//                   The limit is subtracted from the scores first, which is exact.
+//   exact rows      2^(c (s - limit) + kSlackLog2), where |limit| >= exact_from: there the rounding
+//                   of the reference could overflow a weight. s - limit comes first; it is exact.
 class SoftmaxPolicy {
  public:
   CUTE_DEVICE explicit SoftmaxPolicy(const FwdParams& params) : scale_(params.scale) {}

@@ -41,8 +41,8 @@ struct alignas(8) RowStats {
   float sum;
 };
 
-// Split-KV: the keys are cut into equal splits (the last may be shorter). Each split gets its own
-// CTAs, and a second kernel combines their results (combine/kernel.h). By default there is one
+// Split-KV: the keys are cut into equal splits (the last may be shorter). Each split has tiles of
+// its own, and a second kernel combines their results (combine/kernel.h). By default there is one
 // split and no workspace.
 struct SplitKV {
   static constexpr int kMaxCount = 1024;

@@ -94,7 +94,7 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     this->template load_v<false>(n_block);
     if (has_next(n_block)) this->load_k(n_block - 1);
     platform::commit_copies();
-    platform::wait_copies<1>();
+    platform::wait_copies<1>();  // this thread's part of Q and K is there
     if (arguments_.params.scale.q_sign != 1.f) this->multiply_q_by_sign();
   }
 
@@ -108,7 +108,7 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tSrS = select_rows<Rows>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
     auto tSrQ = select_rows<Rows>(fragments.tSrQ);      // (8, MMA_M, D / 16)
     warp_gemm<LoadK>(TiledMma{}, thread, tSrQ, [](int) {}, fragments.tSrK, sK(n_block), tSrS);
-    auto scores = as_matrix(tSrS);
+    auto scores = as_matrix(tSrS);  // (rows, columns)
     Traits::ScoreMod::apply(scores);
   }
 
@@ -177,9 +177,9 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tOrP = recast<Element>(words);                         // (8, MMA_M, N / 16)
     auto exp2_of = [&](int piece) {
       auto accumulators = pair_of_columns(tSrS_step, piece);  // (4, MMA_M, 2)
-      auto scores = as_matrix(accumulators);
+      auto scores = as_matrix(accumulators);                  // (rows, columns)
       softmax_.template apply_exp2<Rows::kFirstRow>(scores, subtrahends);
-      auto words_of_piece = words(_, _, piece);
+      auto words_of_piece = words(_, _, piece);  // (4, MMA_M)
       convert_to_words<Element>(as_a_operand(accumulators), words_of_piece);
     };
     auto copy_first = [&](int piece) {

@@ -50,9 +50,9 @@ struct FwdEpilogue {
     for (int strip = 0; strip < Traits::kHeadDimV / kStripV; ++strip) {
       ElementOut* staged = smem.out[consumer][warp][strip % kOutStrips];
       if (strip == 0) {
-        wait_until_read<0>();  // the tile before
+        wait_until_read<0>();  // TMA has read the tile before: its strips may be overwritten
       } else if (strip >= kOutStrips) {
-        wait_until_read<kOutStrips - 1>();  // the strip that was here
+        wait_until_read<kOutStrips - 1>();  // TMA has read the strip that was here
       }
       CUTE_UNROLL
       for (int column = 0; column < kStripV; column += 16) {
@@ -61,6 +61,7 @@ struct FwdEpilogue {
         for (int i = 0; i < 4; ++i) block[i] = words((strip * kStripV + column) / 4 + i);
         hopper::stmatrix(staged + (first ^ column), block);
       }
+      // What each lane wrote is visible to TMA, and once all lanes are here, to the box of lane 0.
       hopper::fence_async_proxy();
       hopper::sync_warp();
       if (lane == 0) {
@@ -119,6 +120,8 @@ struct FwdEpilogue {
     }
   }
 
+  // Waits until TMA has read all but the newest kStripVsReading boxes of this warp. The first lane
+  // has issued them and waits. After sync_warp all lanes may write there again.
   template <int kStripVsReading>
   static CUTE_DEVICE void wait_until_read() {
     if (hopper::is_first_lane()) hopper::tma_store_wait<kStripVsReading>();

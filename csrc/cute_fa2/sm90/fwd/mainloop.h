@@ -80,7 +80,7 @@ class FwdMainloop {
   // The next tile in which this consumer has rows.
   CUTE_DEVICE bool next(ConsumerTile& work) {
     while (true) {
-      smem_.q_full[q_.stage][index_].wait(q_.parity);  // Q has arrived
+      smem_.q_full[q_.stage][index_].wait(q_.parity);  // `tile` is written, and Q has arrived
       work.tile = smem_.tile[q_.stage][index_];
       if (work.tile.row0 == Pipeline::kNoTile.row0) return false;
       const Mask<kMask> mask = Pipeline::mask(arguments_, work.tile);
@@ -173,7 +173,7 @@ class FwdMainloop {
       // of a branch that needs the results.
       warpgroup_fence_operand(tSrS);
       softmax.fence_exp2();
-      hopper::wgmma_wait<0>();
+      hopper::wgmma_wait<0>();  // O of the blocks before is complete
       warpgroup_fence_operand(tOrO);
       if (n_block != first_block) release_v();
       if (n_block == updated) softmax.rescale(out);
@@ -226,7 +226,7 @@ class FwdMainloop {
     typename Traits::MmaS mma;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     warpgroup_fence_operand(tSrS);
-    hopper::wgmma_fence();
+    hopper::wgmma_fence();  // the threads' reads of S come before the products
     CUTE_UNROLL
     for (int k = 0; k < Traits::kHeadDim / 16; ++k) {
       gemm(mma, q_operand_.template descriptor<true>(q_.stage * kConsumers, k),
@@ -245,7 +245,7 @@ class FwdMainloop {
     smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
     warpgroup_fence_operand(tOrO);
     warpgroup_fence_operand(tSrP);
-    hopper::wgmma_fence();
+    hopper::wgmma_fence();  // what the threads wrote to P and O is visible to the products
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tOrP); ++k) {
       gemm(mma, tOrP(_, _, k), v_operand_.template descriptor<false>(v_.stage, k), tOrO);
