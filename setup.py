@@ -1,8 +1,7 @@
-"""Packaging: the kernels' library as package data, and what a build requires.
+"""Packaging: setuptools' script, and by `backend-path` in pyproject.toml the PEP 517 backend too.
 
-The build itself is in csrc/build_library.py. This file is setuptools' script and, by `backend-path`
-in pyproject.toml, the PEP 517 backend as well: setuptools' own, except that a build requires only
-what this machine lacks.
+The backend is setuptools' own. It asks for the packages that this machine lacks for a build. The
+build itself is in csrc/build_library.py.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from setuptools.build_meta import *  # noqa: F403
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-from build_library import build_library
-from toolchain import MANYLINUX, missing_packages
+from build_library import MANYLINUX, build_library, missing_packages
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     return [*missing_packages(), *build_meta.get_requires_for_build_wheel(config_settings)]
 
 
-def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    return [*missing_packages(), *build_meta.get_requires_for_build_editable(config_settings)]
+get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 class BuildExt(build_ext):

@@ -1,137 +1,206 @@
-"""Builds flash_cute/_flash_cute.so: writes build.ninja and runs ninja.
+"""Builds flash_cute/_flash_cute.so: finds compilers and headers, writes build.ninja, runs ninja.
 
-    python csrc/build_library.py           build the library in place
-    python csrc/build_library.py --needs   print the PyPI packages that a build here lacks
+    python csrc/build_library.py                  build the library in place
+    python csrc/build_library.py --for-example    the same, narrowed to what `make run` needs
+    python csrc/build_library.py --missing        print the PyPI packages that a build here lacks
 
-setup.py calls the same functions. Only the standard library is used. From the environment:
-
-    FLASH_CUTE_HEAD_DIMS    head dims to build, as "64,128" (default: all)
-    FLASH_CUTE_ARCHS        chips to build machine code for, as "80,90" (default: all); 90a is for
-                            the kernels that only Hopper runs, the others for those that all do
-    FLASH_CUTE_CACHE        the folder of the object cache (object_cache.py), or nothing for none
-    FLASH_CUTE_PYPI_CUDA=1  leave the machine's CUDA toolkits aside for the one from PyPI
-    FLASH_CUTE_MANYLINUX=1  link for old systems (manylinux_2_28) by PyPI's ziglang
-    MAX_JOBS                how many compilers run side by side (default: by cores and memory)
-    CUDA_HOME, CXX          the CUDA toolkit, the host compiler
+setup.py calls `build_library` and `missing_packages`. CONTRIBUTING.md lists the variables.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import importlib.util
+import json
 import os
 import platform
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
-from typing import TypeVar
+from typing import Any, NamedTuple
 
-from toolchain import (
-    CUDA_PACKAGES,
-    CUTLASS_PACKAGE,
-    MANYLINUX,
-    ROOT,
-    TORCH_PACKAGE,
-    BuildError,
-    Cuda,
-    find_compiler,
-    find_cuda,
-    find_cutlass,
-    find_package,
-    find_program,
-    find_torch,
-    missing_packages,
-    output_of,
-)
-
-SOURCES = "csrc/cute_fa2"
-BUILD = "build/library"
-GENERATED = f"{BUILD}/variants"
-LIBRARY = "flash_cute/_flash_cute.so"
-
-ARCHS = ("80", "90", "90a", "100", "120")
-ARCHS_OF_CUDA_12_8 = ("100", "120")
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES, BUILD = "csrc/cute_fa2", "build/library"
+LIBRARY = ROOT / "flash_cute/_flash_cute.so"
+MANYLINUX = bool(os.environ.get("FLASH_CUTE_MANYLINUX"))
+ARCHS = ("80", "90", "90a", "100", "120")  # 90a has the SM90 kernels, the others those of SM80
 GIGABYTES_PER_JOB = 5.0  # a heavy CuTe file takes up to 4.5
 
+OLDEST_CUDA = [12, 4]
+TORCH_PACKAGE, CUTLASS_PACKAGE = "torch==2.13.0", "nvidia-cutlass==4.2.0.0"
+CUDA_PACKAGES = [f"nvidia-{name}==13.0.88" for name in ("cuda-nvcc", "cuda-crt", "nvvm")]
+CUDA_PACKAGES += ["nvidia-cuda-cccl==13.0.85", "nvidia-cuda-runtime==13.0.*"]
 
-def load_variants() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("variants", ROOT / SOURCES / "variants.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# nvcc's own variables. The build moves them into the commands, where ninja and ccache see them.
+NVCC_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
+sys.path.append(str(ROOT / SOURCES))
 
-variants = load_variants()
-
-
-T = TypeVar("T", int, str)
+import variants  # noqa: E402
 
 
-def chosen_items(variable: str, allowed: Sequence[T]) -> list[T]:
-    """What the environment variable chooses of `allowed`, separated by commas; all by default."""
-    text = os.environ.get(variable, "")
-    if not text:
-        return list(allowed)
-    chosen = {item.strip() for item in text.split(",")}
-    if not chosen <= set(map(str, allowed)):
-        choices = ", ".join(map(str, allowed))
-        raise BuildError(f"{variable} is {text!r}; choose among {choices}, separated by commas")
-    return [item for item in allowed if str(item) in chosen]
+class BuildError(SystemExit):
+    """Ends the build with one sentence and no traceback."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(f"flash_cute: {sentence}")
 
 
-def chosen_archs(cuda: Cuda) -> list[str]:
-    archs = chosen_items("FLASH_CUTE_ARCHS", ARCHS)
-    if cuda.version >= (12, 8) or not set(archs) & set(ARCHS_OF_CUDA_12_8):
-        return archs
-    if os.environ.get("FLASH_CUTE_ARCHS"):
+def output_of(*command: str) -> str:
+    """What a command prints, errors included, whatever its exit status."""
+    return subprocess.getoutput(shlex.join(command))
+
+
+def find_package(file: str) -> Path | None:
+    """A file of a package, of this environment or of the one that pip's build isolation hides."""
+    folders = [*sys.path, *site.getsitepackages()]
+    folders += [site.getusersitepackages()] if sys.prefix == sys.base_prefix else []
+    paths = (Path(folder, file) for folder in folders if folder)
+    return next((path for path in paths if path.exists()), None)
+
+
+def find_program(name: str) -> str | None:
+    """A program beside this Python, whose environment need not be activated, or on the PATH."""
+    return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+
+
+def find_torch() -> Path | None:
+    """The folder of a torch, by a header that is there from 2.10 on."""
+    header = find_package("torch/include/torch/csrc/stable/c/shim.h")
+    return header and header.parents[5]
+
+
+def find_cutlass() -> Path | None:
+    """CUTLASS's headers: the submodule's if it is checked out, else the PyPI package's."""
+    submodule = ROOT / "third_party/cutlass/include"
+    return submodule if submodule.is_dir() else find_package("cutlass_library/source/include")
+
+
+class Cuda(NamedTuple):
+    """A CUDA toolkit."""
+
+    root: Path
+    version: str
+
+    def folder_of(self, file: str) -> Path:
+        """The folder of a header or library, which distributions put outside of the toolkit."""
+        for parent in (self.root, *self.root.glob("targets/*"), Path("/usr")):
+            for name in ("include", "lib64", "lib", f"lib/{platform.machine()}-linux-gnu"):
+                if (parent / name / file).is_file():
+                    return parent / name
         raise BuildError(
-            f"sm_100 and sm_120 need CUDA 12.8 and this is {cuda}; narrow FLASH_CUTE_ARCHS"
+            f"the CUDA toolkit in {self.root} has no {file}; install its development files, or set "
+            "FLASH_CUTE_PYPI_CUDA=1 to use the toolkit from PyPI"
         )
-    print(f"flash_cute: {cuda} has no sm_100 and sm_120 yet: the PTX will serve them")
-    return [arch for arch in archs if arch not in ARCHS_OF_CUDA_12_8]
+
+    def archs(self) -> list[str]:
+        """The chips that it compiles for: before CUDA 12.8 not sm_100 and sm_120."""
+        known = output_of(f"{self.root}/bin/nvcc", "--list-gpu-code").split()
+        return [arch for arch in ARCHS if f"sm_{arch.rstrip('a')}" in known]
 
 
-def available_gigabytes() -> float:
-    """What processes may still allocate, by the machine and by the control group we are in."""
-    limits = []
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        limits += [int(kib) * 1024 for kib in re.findall(r"MemAvailable:\s+(\d+) kB", meminfo)]
-        group = Path("/sys/fs/cgroup")
-        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
-        caches = re.findall(
-            r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE
+def find_cuda() -> Cuda | None:
+    """The toolkit that CUDA_HOME names, of the nvcc on the PATH, of the system, or from PyPI."""
+    home, headers = os.environ.get("CUDA_HOME"), find_package("nvidia/cu13/include/cccl")
+    places = [home and f"{home}/bin/nvcc", shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    if os.environ.get("FLASH_CUTE_PYPI_CUDA"):
+        places = []
+    elif home and not Path(home, "bin/nvcc").is_file():
+        raise BuildError(f"CUDA_HOME is {home!r}, which has no bin/nvcc; correct it or unset it")
+    places += [f"{headers.parent.parent}/bin/nvcc"] if headers else []
+    nvcc = next((place for place in places if place and Path(place).is_file()), None)
+    if nvcc is None:
+        return None
+    version = "".join(re.findall(r"release ([\d.]+)", output_of(nvcc, "--version"))) or "0"
+    if [int(number) for number in version.split(".")] < OLDEST_CUDA:
+        raise BuildError(
+            f"{nvcc} is of CUDA {version}, and 12.4 is the oldest that does; set CUDA_HOME to a "
+            "newer toolkit, or FLASH_CUTE_PYPI_CUDA=1 to use the one from PyPI"
         )
-        limits.append(int(limit) - int(used) + sum(map(int, caches)))
-    except (OSError, ValueError):
-        pass  # no such file, or a group without a limit ("max")
-    return min(limits, default=0) / 1e9
+    # nvcc may be a wrapper script that stands elsewhere; it says itself where its toolkit is.
+    top = re.search(r"#\$ TOP=(.*)", output_of(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull))
+    return Cuda(Path(top[1].strip() if top else f"{nvcc}/../..").resolve(), version)
 
 
-def jobs(cores: int, gigabytes: float, asked: str | None) -> int:
+def find_compiler() -> str:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    if compiler := next(filter(shutil.which, names), None):
+        return compiler
+    raise BuildError(
+        f"there is no {names[0]}; install it, or set CXX to the name of a C++ compiler"
+    )
+
+
+def missing_packages() -> list[str]:
+    """The PyPI packages that a build in this environment still needs."""
+    wanted = [
+        (find_program("ninja"), ["ninja"]),
+        (find_torch(), [TORCH_PACKAGE]),
+        (find_cutlass(), [CUTLASS_PACKAGE]),
+        (find_cuda(), CUDA_PACKAGES),
+        (not MANYLINUX or find_package("ziglang"), ["ziglang"]),
+    ]
+    return [package for found, packages in wanted if not found for package in packages]
+
+
+def jobs() -> str:
     """How many compilers run side by side: as many as there are cores and memory for."""
-    if asked:
-        if not asked.isdigit() or int(asked) < 1:
-            raise BuildError(f"MAX_JOBS is {asked!r}; set it to a positive number or unset it")
-        return int(asked)
-    return max(1, min(cores, int(gigabytes / GIGABYTES_PER_JOB)))
+    free = re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    group = Path("/sys/fs/cgroup/memory.max")  # "max" is no limit
+    limit = re.findall(r"\d+", group.read_text()) if group.is_file() else []
+    gigabytes = min([int(kib) / 1e6 for kib in free] + [int(size) / 1e9 for size in limit])
+    by_memory = max(1, int(gigabytes / GIGABYTES_PER_JOB))
+    return os.environ.get("MAX_JOBS") or str(min(len(os.sched_getaffinity(0)), by_memory))
 
 
-def not_found(what: str, package: str) -> BuildError:
-    return BuildError(f"{what} was not found; run: {sys.executable} -m pip install {package}")
+def chosen(variable: str, allowed: Sequence[str]) -> list[str]:
+    """Those of `allowed` that the environment variable lists; all by default."""
+    text = os.environ.get(variable) or ",".join(allowed)
+    items = {item.strip() for item in text.split(",")}
+    if not items <= set(allowed):
+        choices = ", ".join(allowed)
+        raise BuildError(f"{variable} is {text!r}; choose among {choices}, separated by commas")
+    return [item for item in allowed if item in items]
 
 
-def link(name: str, target: Path, folder: str = BUILD) -> str:
-    """A link in the build folder to `target`, whose path differs from environment to environment:
-    so the compile commands do not, and the object cache serves them all."""
+def narrow_to_example() -> None:
+    """Narrows the build to head dim 64 on the GPU that is here, or to what a library holds that is
+    in place and serves that. The environment comes first."""
+    cuda = find_cuda()
+    if not cuda or os.environ.get("FLASH_CUTE_HEAD_DIMS") or os.environ.get("FLASH_CUTE_ARCHS"):
+        return
+    import torch
+
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 8
+    archs = [arch for arch in cuda.archs() if int(arch.rstrip("a")) // 10 == major] or ["80"]
+    head_dims, built, held = [64], [], []
+    with suppress(OSError, AttributeError):  # there is none, or it is of another version
+        torch.ops.load_library(LIBRARY)
+        info = json.loads(torch.ops.flash_cute.build_info())
+        built, held = info["head_dims"], [arch for arch in ARCHS if f"sm_{arch}" in info["archs"]]
+    if 64 in built and {*archs} <= {*held}:
+        head_dims, archs = built, held
+    else:
+        print(
+            "flash_cute: building for the example alone; `make build` has every head dim and chip"
+        )
+    os.environ["FLASH_CUTE_HEAD_DIMS"] = ",".join(map(str, head_dims))
+    os.environ["FLASH_CUTE_ARCHS"] = ",".join(archs)
+
+
+def write(path: str, text: str) -> str:
+    variants.write_if_changed(ROOT / path, text)
+    return path
+
+
+def link(name: str, target: str | Path, folder: str = BUILD) -> str:
+    """A link in the build folder, so that commands are the same in every checkout and environment,
+    and ccache serves them all."""
     path = ROOT / folder / "links" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -139,9 +208,14 @@ def link(name: str, target: Path, folder: str = BUILD) -> str:
     return str(path.relative_to(ROOT))
 
 
-def write(path: str, text: str) -> str:
-    variants.write_if_changed(ROOT / path, text)
-    return path
+def compile_rule(name: str, command: Sequence[str], folder: str = BUILD) -> str:
+    """A rule of build.ninja that compiles $in with $flags, by ccache where there is one."""
+    ccache = find_program("ccache")
+    command = [link("ccache", ccache, folder), *command] if ccache else command
+    return (
+        f"rule {name}\n  command = {shlex.join(command)} $flags -MD -MF $out.d -c $in -o $out\n"
+        "  description = compiling $in\n  deps = gcc\n  depfile = $out.d\n"
+    )
 
 
 def manylinux_linker(compiler: str) -> tuple[list[str], list[str]]:
@@ -150,177 +224,106 @@ def manylinux_linker(compiler: str) -> tuple[list[str], list[str]]:
     libstdc++ goes in. libgcc_s does not: past a static unwinder no exception leaves the library.
     glibc has __libc_single_threaded, which libstdc++ reads, from 2.32 on; 0 is its safe value.
     """
-    if not find_package("ziglang"):
-        raise not_found("ziglang, which links for old systems,", "ziglang")
-    inputs = [
-        write(
-            f"{BUILD}/single_threaded.c",
-            '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;\n',
-        )
-    ]
-    for name in ("libstdc++.a", "libgcc_s.so.1"):
-        path = output_of([compiler, f"-print-file-name={name}"]).strip()
-        if not os.path.isabs(path):
-            raise BuildError(
-                f"{compiler} has no {name}, which manylinux wheels need; set CXX to g++"
-            )
-        inputs.append(path)
+    text = '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;\n'
+    names = ("libstdc++.a", "libgcc_s.so.1")
+    paths = [output_of(compiler, f"-print-file-name={name}").strip() for name in names]
+    if not all(map(os.path.isabs, paths)):
+        raise BuildError(f"{compiler} has no {' and '.join(names)}; set CXX to g++ for the wheel")
     target = f"{platform.machine()}-linux-gnu.2.28"
-    return [sys.executable, "-m", "ziglang", "cc", "-target", target, "-Wl,-s"], inputs
-
-
-def toolkit_folder(cuda: Cuda, file: str, compiler: str) -> str | None:
-    """The toolkit's folder with `file`; None where the compiler finds it without being told."""
-    folder = cuda.folder_of(file)
-    if folder is None:
-        # The whole path of a library that the compiler finds; of anything else the name again.
-        answer = output_of([compiler, f"-print-file-name={file}"]).strip()
-        given = [os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
-        places = ["/usr/include", "/usr/local/include", *os.pathsep.join(given).split(os.pathsep)]
-        if not any(Path(place, answer).is_file() for place in places):
-            raise BuildError(
-                f"{cuda} in {cuda.root} has no {file}; install the toolkit's development files, "
-                "or set FLASH_CUTE_PYPI_CUDA=1 to use the toolkit from PyPI"
-            )
-    return folder
-
-
-def for_ninja(command: list[str]) -> str:
-    """A command line as a value in build.ninja; $in and $out stay references."""
-    words = [
-        word if word in ("$in", "$out", "$out.d", "$flags") else shlex.quote(word)
-        for word in command
-    ]
-    return re.sub(r"\$(?!in|out|flags)", "$$$$", " ".join(words))
-
-
-def find_tools() -> tuple[Path, Path, Cuda, str]:
-    """torch, CUTLASS, the CUDA toolkit and the C++ compiler; an error where one is missing."""
-    torch, cutlass, cuda, compiler = find_torch(), find_cutlass(), find_cuda(), find_compiler()
-    if not torch:
-        raise not_found("torch 2.10 or newer", TORCH_PACKAGE)
-    if not cutlass:
-        raise not_found("CUTLASS (neither third_party/cutlass nor a package)", CUTLASS_PACKAGE)
-    if not cuda:
-        raise not_found("nvcc", " ".join(CUDA_PACKAGES))
-    return torch, cutlass, cuda, compiler
+    linker = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-Wl,-s"]
+    return linker, [write(f"{BUILD}/single_threaded.c", text), *paths]
 
 
 def write_ninja() -> tuple[str, str]:
-    """Writes the build file; returns its path and the library's, both relative to the checkout.
-    Within `one_build`."""
-    torch, cutlass, cuda, compiler = find_tools()
-    cuda_include = toolkit_folder(cuda, "cuda_runtime.h", compiler)
-    cuda_library = toolkit_folder(cuda, "libcudart_static.a", compiler)
-    head_dims = chosen_items("FLASH_CUTE_HEAD_DIMS", variants.ALL_HEAD_DIMS)
-    code = [*(f"sm_{arch}" for arch in chosen_archs(cuda)), "compute_80"]
-    sm90 = variants.SM90_CODE in code
-    sm80_code = [item for item in code if item != variants.SM90_CODE]
-    found = f"{cuda} in {cuda.root}, CUTLASS in {cutlass}, torch in {torch}, {compiler}"
-    print(f"flash_cute: {found}; head dims {head_dims}; {' '.join(code)}", flush=True)
+    """Writes the build file; returns its path and the library's, both relative to the checkout."""
+    if missing := missing_packages():
+        command = f"{sys.executable} -m pip install {' '.join(missing)}"
+        raise BuildError(f"something that the build needs is missing; run: {command}")
+    torch, cutlass, cuda, compiler = find_torch(), find_cutlass(), find_cuda(), find_compiler()
+    assert torch and cutlass and cuda
+    all_dims, all_archs = list(map(str, variants.ALL_HEAD_DIMS)), cuda.archs()
+    dims = chosen("FLASH_CUTE_HEAD_DIMS", all_dims)
+    archs = chosen("FLASH_CUTE_ARCHS", all_archs)
+    code = [*(f"sm_{arch}" for arch in archs), "compute_80"]
+    left_out = [f"head dim {dim}" for dim in all_dims if dim not in dims]
+    left_out += [f"sm_{arch}" for arch in all_archs if arch not in archs]
+    found = f"CUDA {cuda.version} in {cuda.root}, CUTLASS in {cutlass}, torch in {torch}"
+    what = f"head dims {', '.join(dims)}; {' '.join(code)}"
+    print(f"flash_cute: {found}, {compiler}; {what}; {jobs()} jobs", flush=True)
 
-    kernels = variants.generate(ROOT / GENERATED, head_dims, sm90=sm90)
-    targets = {"torch": torch, "cutlass": cutlass, "cuda": cuda.root}
-    links = {name: link(name, target) for name, target in targets.items()}
-
-    flags = ["-std=c++20", "-O3", "-DNDEBUG", f"-I{SOURCES}", f"-I{GENERATED}"]
+    flags = ["-std=c++20", "-O3", "-DNDEBUG", f"-I{SOURCES}", f"-I{BUILD}/variants"]
     cxx = [compiler, *flags, "-fPIC", "-fvisibility=hidden", "-DUSE_CUDA"]
-    cxx += ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{links['torch']}/include"]
-    cxx += [f"-I{links['cuda']}/{cuda_include}"] if cuda_include else []
+    cxx += ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-I{link('torch', torch)}/include"]
+    cxx += [f"-I{link('cuda_include', cuda.folder_of('cuda_runtime.h'))}"]
     cxx += [f'-DFLASH_CUTE_ARCHS="{" ".join(code)}"']
-    nvcc = [f"{links['cuda']}/bin/nvcc", *flags, "-Xcompiler=-fPIC,-fvisibility=hidden"]
-    nvcc += ["--expt-relaxed-constexpr", f"-I{links['cutlass']}", f"-ccbin={compiler}"]
+    cxx += [f'-DFLASH_CUTE_LEFT_OUT="{", ".join(left_out)}"']
+    # The version is in the link's name: with another toolkit everything is compiled again.
+    nvcc = [f"{link(f'cuda-{cuda.version}', cuda.root)}/bin/nvcc", *flags, f"-ccbin={compiler}"]
+    nvcc += ["-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr"]
+    nvcc += [f"-I{link('cutlass', cutlass)}"]
+    nvcc += [word for name in NVCC_FLAGS for word in shlex.split(os.environ.get(name, ""))]
 
-    # What the compilers do follows from the commands and from these; part of every cache key.
-    versions = [output_of([tool, "--version"]) for tool in (f"{cuda.root}/bin/nvcc", compiler)]
-    names = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH")
-    settings = "\n".join([*versions, *(os.environ.get(name, "") for name in names)])
-    identity = hashlib.sha256(settings.encode()).hexdigest()[:16]
-    cached = [sys.executable, "csrc/object_cache.py", "$out", "$out.d", identity]
-
-    folder = f"{BUILD}/manylinux" if MANYLINUX else BUILD
-    library = f"{folder}/_flash_cute.so"
     linker, inputs = manylinux_linker(compiler) if MANYLINUX else ([compiler], [])
     # torch finds the ops through their registration: nothing has to be exported.
     exports = write(f"{BUILD}/exports.map", "{ local: *; };\n")
     # CUDA's symbols are found through libtorch as a whole; a CPU build of torch has none to name.
-    libraries = [f"-L{links['torch']}/lib", "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
-    libraries += ["-ltorch_cpu", "-lc10"]
-    libraries += [f"-L{links['cuda']}/{cuda_library}"] if cuda_library else []
+    libraries = [*inputs, f"-Wl,--version-script={exports}", f"-L{link('torch', torch)}/lib"]
+    libraries += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu", "-lc10"]
+    libraries += [f"-L{link('cuda_lib', cuda.folder_of('libcudart_static.a'))}"]
     libraries += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    shared = [*linker, "-shared", f"-Wl,--version-script={exports}", "-o", "$out", "$in"]
 
-    text = f"builddir = {BUILD}\n"
-    for name, tool, output in (("cxx", cxx, "-c"), ("nvcc", nvcc, "-c"), ("ptx", nvcc, "-ptx")):
-        depfile = ["-MD", "-MF", "$out.d"]
-        command = for_ninja([*cached, *tool, "$flags", *depfile, output, "$in", "-o", "$out"])
-        text += f"rule {name}\n  command = {command}\n  description = compiling $in\n"
-        text += "  deps = gcc\n  depfile = $out.d\n"
-    text += (
-        f"rule link\n  command = {for_ninja([*shared, *libraries])}\n  description = linking $out\n"
-    )
+    text = f"builddir = {BUILD}\n" + compile_rule("cxx", cxx) + compile_rule("nvcc", nvcc)
+    text += f"rule link\n  command = {shlex.join(linker)} -shared -o $out $in "
+    text += f"{shlex.join(libraries)}\n  description = linking $out\n"
+    sm90, sm80_code = "90a" in archs, [item for item in code if item != variants.SM90_CODE]
+    sources = variants.generate(ROOT / BUILD / "variants", list(map(int, dims)), sm90=sm90)
+    sources += sorted((ROOT / SOURCES).rglob("*.cpp")) + sorted((ROOT / SOURCES).rglob("*.cu"))
     objects = []
-    sources = [p for p in sorted((ROOT / SOURCES).rglob("*")) if p.suffix in (".cpp", ".cu")]
-    for source in [*kernels, *sources]:
-        name = source.stem if source in kernels else "_".join(
-            source.relative_to(ROOT / SOURCES).with_suffix("").parts
-        )
-        objects.append(f"{BUILD}/{name}.o")
+    for source in sources:
+        objects.append(f"{BUILD}/objects/{source.relative_to(ROOT)}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         text += f"build {objects[-1]}: {rule} {source.relative_to(ROOT)}\n"
-        if rule == "nvcc":
-            text += f"  flags = {variants.nvcc_flags(source, sm80_code)}\n"
-        if "_sm90_" in source.name:  # no part of the library, but tests/ptx asks for it
-            text += f"build {BUILD}/{source.stem}.ptx: ptx {source.relative_to(ROOT)}\n"
-            text += f"  flags = {variants.nvcc_flags(source, [])}\n"
-    text += f"build {library}: link {' '.join(objects + inputs)} | {exports}\n"
-    text += f"default {library}\n"
-    return write(f"{folder}/build.ninja", text), library
+        text += f"  flags = {variants.nvcc_flags(source, sm80_code)}\n" if rule == "nvcc" else ""
+    library = f"{BUILD}/{'manylinux/' if MANYLINUX else ''}_flash_cute.so"
+    text += f"build {library}: link {' '.join(objects)} | {exports}\n"
+    return write(f"{library}.ninja", text), library
+
+
+def ninja(file: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Brings up to date what a build file describes; the options are those of subprocess.run."""
+    environment = {
+        "NINJA_STATUS": "[%f/%t] %e s ",
+        "CCACHE_BASEDIR": str(ROOT),
+        "CCACHE_NOHASHDIR": "1",
+        "CCACHE_DEPEND": "1",  # the compilers say what they read: nothing is preprocessed twice
+        "CCACHE_COMPILERCHECK": "content",
+        **{name: value for name, value in os.environ.items() if name not in NVCC_FLAGS},
+    }
+    command = [find_program("ninja") or "ninja", "-f", file, "-j", jobs()]
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, check=False, **options)
 
 
 @contextmanager
-def one_build() -> Iterator[None]:
-    """Alone in the build folder, after another build if one is under way there. Of two, each would
-    change files that the other reads, and miss what the other has compiled."""
-    (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
-    with (ROOT / BUILD / "lock").open("w") as lock:  # given up when the file is closed
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("flash_cute: another build is under way here: waiting for it", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+def one_build(folder: str = BUILD) -> Iterator[None]:
+    """Alone in the build folder, after another build if one is under way there."""
+    with (ROOT / write(f"{folder}/lock", "")).open() as lock:  # given up when the file is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def build_library(target: Path) -> None:
     """Brings `target`, a copy of the library, up to date."""
-    find_tools()  # what is missing is said at once
     with one_build():
-        ninja_file, library = write_ninja()
-        build(ninja_file)
-        built = ROOT / library
-        if not target.exists() or target.read_bytes() != built.read_bytes():
-            # Replaced, not overwritten: a process may have the old one loaded.
-            new = target.with_suffix(".new")
-            shutil.copyfile(built, new)
-            os.replace(new, target)
-
-
-def build(ninja_file: str, *targets: str) -> None:
-    """Brings these up to date, by default the library; within `one_build`."""
-    ninja = find_program("ninja")
-    if not ninja:
-        raise not_found("ninja", "ninja")
-    count = jobs(len(os.sched_getaffinity(0)), available_gigabytes(), os.environ.get("MAX_JOBS"))
-    print(f"flash_cute: compiling what has changed, {count} at a time", flush=True)
-    environment = {"NINJA_STATUS": "[%f/%t] %e s ", **os.environ}
-    command = [ninja, "-f", ninja_file, "-j", str(count), *targets]
-    if subprocess.call(command, cwd=ROOT, env=environment) != 0:
-        raise BuildError("the build failed; the messages above say why")
+        file, library = write_ninja()
+        if ninja(file).returncode:
+            raise BuildError("the build failed; the messages above say why")
+        # Replaced, not overwritten: a process may have the old one loaded.
+        os.replace(shutil.copyfile(ROOT / library, target.with_suffix(".new")), target)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--needs"]:
-        print(*missing_packages())
-    else:
-        build_library(ROOT / LIBRARY)
+    if sys.argv[1:] == ["--missing"]:
+        sys.exit(print(*missing_packages()))
+    if sys.argv[1:] == ["--for-example"]:
+        narrow_to_example()
+    build_library(LIBRARY)

@@ -6,11 +6,9 @@ against the emulated machine in this folder.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import operator
 import os
-import subprocess
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,25 +19,26 @@ ROOT = HERE.parent.parent
 if str(ROOT / "csrc") not in sys.path:
     sys.path.append(str(ROOT / "csrc"))
 
-from build_library import SOURCES, BuildError, for_ninja, link, variants, write  # noqa: E402
-from toolchain import (  # noqa: E402
+from build_library import (  # noqa: E402
+    SOURCES,
+    BuildError,
+    compile_rule,
     find_compiler,
     find_cuda,
     find_cutlass,
     find_package,
     find_program,
+    link,
+    ninja,
+    one_build,
     output_of,
+    variants,
+    write,
 )
 
 BUILD = "build/emulator"
 MACHINE = HERE.relative_to(ROOT).as_posix()
 COMBINE_LAUNCH = "combine/launch.cu"
-#: The sources without kernels.
-HOST = (
-    *(f"host/{name}.cpp" for name in ("build_info", "device", "launch_fwd", "plan_fwd")),
-    *(f"host/{name}.cpp" for name in ("split_kv", "tile_schedule")),
-    "sm90/tensor_map.cpp",
-)
 BOOST = "cmeel.prefix"
 
 #: Stands in for the kernels that a library leaves out.
@@ -71,7 +70,7 @@ class Library:
     dtypes: Sequence[str] = tuple(variants.DTYPES)
     kinds: Sequence[str] = tuple(variants.OPS["fwd"]["sm90"])  # each of which has a file
     debug: bool = False  # for a debugger
-    combines: bool = False  # with COMBINE_LAUNCH from `sources` as well, not as the other libraries have it
+    combines: bool = False  # COMBINE_LAUNCH is one of the files from `sources`
 
     @property
     def folder(self) -> str:
@@ -104,8 +103,11 @@ class Library:
             for line in file.read_text().splitlines()
             if line.startswith("template ")
         ]
-        others = [f"{SOURCES}/{name}" for name in HOST]
-        others.append(f"{self.sources if self.combines else SOURCES}/{COMBINE_LAUNCH}")
+        others = []
+        for file in sorted((ROOT / SOURCES).rglob("*.c*")):
+            if file.suffix in (".cpp", ".cu") and not file.stem.startswith("torch"):
+                folder = self.sources if self.combines and file.suffix == ".cu" else SOURCES
+                others.append(f"{folder}/{file.relative_to(ROOT / SOURCES).as_posix()}")
         if absent:
             text = ABSENT.format(instantiations="\n".join(lines))
             others.append(write(f"{self.dispatch}/absent.cpp", text))
@@ -135,41 +137,40 @@ def has_kernels(source: Path) -> bool:
 
 
 def write_ninja(libraries: Iterable[Library]) -> str:
-    compiler, cuda = find_compiler(), find_cuda()
-    targets = {"cutlass": find_cutlass(), "cuda": cuda and cuda.root, "boost": find_package(BOOST)}
-    links = {name: link(name, target, BUILD) for name, target in targets.items() if target}
-    cuda_include = f"{links['cuda']}/{cuda.folder_of('cuda_runtime.h')}"
-    includes = [f"-I{MACHINE}", "-isystem", links["cutlass"], "-isystem", cuda_include]
-    includes += ["-isystem", f"{cuda_include}/cccl", "-isystem", f"{links['boost']}/include"]
+    compiler, cuda, cutlass, boost = (
+        find_compiler(),
+        find_cuda(),
+        find_cutlass(),
+        find_package(BOOST),
+    )
+    assert cuda and cutlass and boost  # see `why_not`
+    cuda_include = link("cuda_include", cuda.folder_of("cuda_runtime.h"), BUILD)
+    boost_link = link("boost", boost, BUILD)
+    includes = [f"-I{MACHINE}", "-isystem", link("cutlass", cutlass, BUILD)]
+    includes += ["-isystem", cuda_include, "-isystem", f"{cuda_include}/cccl"]
+    includes += ["-isystem", f"{boost_link}/include"]
     cxx = [compiler, "-std=c++20", "-fPIC", "-fvisibility=hidden", *includes]
-    cxx += ["-Wall", '-DFLASH_CUTE_ARCHS="emulated"']
+    cxx += ["-Wall", '-DFLASH_CUTE_ARCHS="emulated"', '-DFLASH_CUTE_LEFT_OUT=""']
     kernel = [*cxx, "-include", f"{MACHINE}/device_intrinsics.h"]
     # Registers are seen now as elements, now as words, by CUTLASS too.
     kernel += ["-fno-strict-aliasing", "-Wno-array-bounds"]
     # Each plain access to memory becomes a call of ours (machine.cpp); libtsan is not linked.
     kernel += ["-fsanitize=thread", "-fno-threadsafe-statics"]
     # Half the time goes into templates; without this gcc sweeps its memory for a seventh of it all.
-    version = output_of([compiler, "--version"])
-    if "clang" not in version:
+    if "clang" not in output_of(compiler, "--version"):
         kernel += ["--param", "ggc-min-heapsize=500000"]
     fill_variables = "-ftrivial-auto-var-init=pattern"  # which gcc has from 12 on, clang from 8
-    if "unrecognized" not in output_of([compiler, fill_variables, "-x", "c++", "-E", os.devnull]):
+    if "unrecognized" not in output_of(compiler, fill_variables, "-x", "c++", "-E", os.devnull):
         kernel.append(fill_variables)
 
-    identity = version + os.environ.get("CPLUS_INCLUDE_PATH", "")
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    cached = [sys.executable, "csrc/object_cache.py", "$out", "$out.d", digest]
-    boost = ROOT / links["boost"] / "lib"
-    shared = [compiler, "-shared", "-o", "$out", "$in", f"-L{boost}", f"-Wl,-rpath,{boost}"]
-    shared += ["-Wl,-z,defs", "-lboost_context", "-lpthread", "-ldl"]
+    boost_lib = ROOT / boost_link / "lib"
+    link_flags = [f"-L{boost_lib}", f"-Wl,-rpath,{boost_lib}", "-Wl,-z,defs", "-lboost_context"]
+    command = f"{compiler} -shared -o $out $in {shlex.join(link_flags)} -lpthread -ldl"
 
     text = f"builddir = {BUILD}\n"
-    for name, tool in (("cxx", cxx), ("kernel", kernel)):
-        steps = [*cached, *tool, "-MD", "-MF", "$out.d", "-x", "c++", "-c", "$in", "-o", "$out"]
-        command = for_ninja(steps).replace("-MD", "$flags -MD", 1)
-        text += f"rule {name}\n  command = {command}\n  description = compiling $in\n"
-        text += "  deps = gcc\n  depfile = $out.d\n"
-    text += f"rule link\n  command = {for_ninja(shared)}\n  description = linking $out\n"
+    text += compile_rule("cxx", [*cxx, "-x", "c++"], BUILD)
+    text += compile_rule("kernel", [*kernel, "-x", "c++"], BUILD)
+    text += f"rule link\n  command = {command}\n  description = linking $out\n"
 
     compiled: dict[str, str] = {}  # target: its rule
     linked: list[str] = []
@@ -210,12 +211,9 @@ def build(*libraries: Library) -> list[Path]:
     reason = why_not()
     if reason:
         raise BuildError(reason)
-    lock = (ROOT / write(f"{BUILD}/lock", "")).open()
-    fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time
-    file = write(f"{BUILD}/build.ninja", write_ninja(libraries))
-    count = os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))
-    command = [find_program("ninja") or "ninja", "-f", file, "-j", str(count), "--quiet"]
-    result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    with one_build(BUILD):
+        file = write(f"{BUILD}/build.ninja", write_ninja(libraries))
+        result = ninja(file, capture_output=True)
     if result.returncode:
         raise BuildError(f"the emulated kernels do not compile:\n{result.stdout}{result.stderr}")
     return [ROOT / library.path for library in libraries]

@@ -170,6 +170,7 @@ std::string build_info() {
       .add("max_head_dim", kMaxHeadDim)
       .add_json("archs", in_brackets(archs))
       .add_json("head_dims", in_brackets(head_dims))
+      .add("left_out", FLASH_CUTE_LEFT_OUT)
       .add_json("tiles", in_brackets(tiles))
       .str();
 }
