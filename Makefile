@@ -63,8 +63,8 @@ clean: ## delete what was built, .venv excepted
 
 ifdef PYTHON
 setup:
-	@$(PY) -c 'import sys, torch; assert sys.version_info >= (3, 10)' || \
-	  { echo 'PYTHON=$(PYTHON) is no Python 3.10 or newer with torch 2.10 or newer'; exit 1; }
+	@$(PY) -c 'import importlib.util as u, sys; exit(sys.version_info < (3, 10) or not u.find_spec("torch"))' || \
+	  { echo 'PYTHON=$(PYTHON) is no Python 3.10 or newer that has torch 2.10 or newer'; exit 1; }
 else
 setup: .venv/.ready
 
@@ -74,7 +74,8 @@ setup: .venv/.ready
 	  if $$python -c 'import sys; exit(sys.version_info < (3, 10))' 2>/dev/null; then break; fi; done; \
 	[ -x .venv/bin/python ] || $$python -m venv .venv || { rm -rf .venv; \
 	  echo 'install Python 3.10 or newer with its venv (on Debian: apt install python3-venv)'; exit 1; }
-	@$(PY) -m pip install --disable-pip-version-check -r requirements.txt \
-	  $$($(PY) csrc/build_library.py --missing | tr ' ' '\n' | grep -vE '^(torch|ninja|nvidia-cutlass)')
+	@$(PY) -m pip install --disable-pip-version-check -r requirements.txt
+	@missing=$$($(PY) csrc/build_library.py --missing); \
+	[ -z "$$missing" ] || $(PY) -m pip install --disable-pip-version-check $$missing
 	@touch $@
 endif
