@@ -131,9 +131,7 @@ def find_compiler() -> str:
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     if compiler := next(filter(shutil.which, names), None):
         return compiler
-    raise BuildError(
-        f"there is no {names[0]}; install it, or set CXX to the name of a C++ compiler"
-    )
+    raise BuildError(f"there is no {names[0]}; install it, or name a C++ compiler in CXX")
 
 
 def missing_packages() -> list[str]:
@@ -185,10 +183,6 @@ def narrow_to_example() -> None:
         built, held = info["head_dims"], [arch for arch in ARCHS if f"sm_{arch}" in info["archs"]]
     if 64 in built and {*archs} <= {*held}:
         head_dims, archs = built, held
-    else:
-        print(
-            "flash_cute: building for the example alone; `make build` has every head dim and chip"
-        )
     os.environ["FLASH_CUTE_HEAD_DIMS"] = ",".join(map(str, head_dims))
     os.environ["FLASH_CUTE_ARCHS"] = ",".join(archs)
 
@@ -219,11 +213,9 @@ def compile_rule(name: str, command: Sequence[str], folder: str = BUILD) -> str:
 
 
 def manylinux_linker(compiler: str) -> tuple[list[str], list[str]]:
-    """A linker for systems as old as glibc 2.28, and what it links beside our objects.
-
-    libstdc++ goes in. libgcc_s does not: past a static unwinder no exception leaves the library.
-    glibc has __libc_single_threaded, which libstdc++ reads, from 2.32 on; 0 is its safe value.
-    """
+    """A linker for systems as old as glibc 2.28, and what it links beside our objects."""
+    # libstdc++ goes in. libgcc_s does not: past a static unwinder no exception leaves the library.
+    # glibc has __libc_single_threaded, which libstdc++ reads, from 2.32 on; 0 is its safe value.
     text = '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;\n'
     names = ("libstdc++.a", "libgcc_s.so.1")
     paths = [output_of(compiler, f"-print-file-name={name}").strip() for name in names]
@@ -248,8 +240,10 @@ def write_ninja() -> tuple[str, str]:
     left_out = [f"head dim {dim}" for dim in all_dims if dim not in dims]
     left_out += [f"sm_{arch}" for arch in all_archs if arch not in archs]
     found = f"CUDA {cuda.version} in {cuda.root}, CUTLASS in {cutlass}, torch in {torch}"
-    what = f"head dims {', '.join(dims)}; {' '.join(code)}"
-    print(f"flash_cute: {found}, {compiler}; {what}; {jobs()} jobs", flush=True)
+    what = f"head dims {', '.join(dims)}; {' '.join(code)}; {jobs()} jobs of {compiler}"
+    print(f"flash_cute: {found}; {what}", flush=True)
+    if left_out:
+        print(f"flash_cute: left out: {', '.join(left_out)} (`make build` has all)", flush=True)
 
     flags = ["-std=c++20", "-O3", "-DNDEBUG", f"-I{SOURCES}", f"-I{BUILD}/variants"]
     cxx = [compiler, *flags, "-fPIC", "-fvisibility=hidden", "-DUSE_CUDA"]
@@ -275,8 +269,9 @@ def write_ninja() -> tuple[str, str]:
     text = f"builddir = {BUILD}\n" + compile_rule("cxx", cxx) + compile_rule("nvcc", nvcc)
     text += f"rule link\n  command = {shlex.join(linker)} -shared -o $out $in "
     text += f"{shlex.join(libraries)}\n  description = linking $out\n"
-    sm90, sm80_code = "90a" in archs, [item for item in code if item != variants.SM90_CODE]
-    sources = variants.generate(ROOT / BUILD / "variants", list(map(int, dims)), sm90=sm90)
+    sm80_code = [item for item in code if item != variants.SM90_CODE]
+    dims = [int(dim) for dim in dims]
+    sources = variants.generate(ROOT / BUILD / "variants", dims, sm90=variants.SM90_CODE in code)
     sources += sorted((ROOT / SOURCES).rglob("*.cpp")) + sorted((ROOT / SOURCES).rglob("*.cu"))
     objects = []
     for source in sources:
@@ -322,8 +317,9 @@ def build_library(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--missing"]:
-        sys.exit(print(*missing_packages()))
-    if sys.argv[1:] == ["--for-example"]:
-        narrow_to_example()
-    build_library(LIBRARY)
+    if "--missing" in sys.argv:
+        print(*missing_packages())
+    else:
+        if "--for-example" in sys.argv:
+            narrow_to_example()
+        build_library(LIBRARY)

@@ -63,6 +63,9 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
         ("CUDA runtime", f"{_cuda_version(build['cuda_runtime'])} (inside flash_cute)"),
         ("driver", _driver()),
     ]
+    if build["left_out"]:
+        what = f"{build['left_out']} (FLASH_CUTE_HEAD_DIMS, FLASH_CUTE_ARCHS; `make build` has all)"
+        rows.append(("left out", what))
     if device.type == "cpu":
         why = "no GPU here" if not torch.cuda.is_available() else "as asked"
         served_by = "PyTorch's own flash attention for the CPU"

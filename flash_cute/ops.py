@@ -83,6 +83,7 @@ class BuildInfo(TypedDict):
     cuda_runtime: int  #: as CUDA counts: 13000 is 13.0
     archs: list[str]
     head_dims: list[int]
+    left_out: str  #: what FLASH_CUTE_HEAD_DIMS and FLASH_CUTE_ARCHS left out
     tiles: list[Tile]
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import email
 import os
-import shlex
 import subprocess
 import sys
 import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sass
+import test_machine_code
 import torch
 
 import build_library
 import flash_cute
-from build_library import ROOT, BuildError, Cuda, chosen, variants
+from build_library import ROOT, BuildError, Cuda, chosen
 from flash_cute.ops import LIBRARY, build_info
 
 NARROWED = bool({"FLASH_CUTE_HEAD_DIMS", "FLASH_CUTE_ARCHS"} & set(os.environ))
@@ -100,25 +102,6 @@ def test_make_run_builds_what_the_example_needs(
     build_library.narrow_to_example()
     got = os.environ["FLASH_CUTE_HEAD_DIMS"], os.environ["FLASH_CUTE_ARCHS"] or None
     assert got == expected
-
-
-@pytest.mark.parametrize("sm90", [False, True])
-def test_variants(tmp_path: Path, sm90: bool) -> None:
-    """Each kernel is in one file, which nvcc translates for the chips that run it."""
-    sources = variants.generate(tmp_path, [96, 64], sm90=sm90)
-    kernels = [
-        line for file in sources for line in file.read_text().splitlines() if "template" in line
-    ]
-    assert len(set(kernels)) == len(kernels) == (20 if sm90 else 8)
-    built = (tmp_path / "generated/variants.inc").read_text()
-    assert "kBuiltHeadDims = {64, 96}" in built
-    assert f"kSm90IsBuilt = {str(sm90).lower()}" in built
-    for file in sources:
-        flags = shlex.split(variants.nvcc_flags(file, ["sm_90", "compute_80"]))
-        if file.name.startswith("fwd_sm90_"):
-            assert flags[0] == "-gencode=arch=compute_90a,code=sm_90a"
-        else:
-            assert flags[0] == "-gencode=arch=compute_80,code=[sm_90,compute_80]"
 
 
 def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +240,46 @@ def test_library_needs_no_python_and_no_cuda_library() -> None:
     # What a CPU-only torch does not have may stay unresolved.
     assert undefined["aoti_torch_get_current_cuda_stream"] == "STB_WEAK"
     assert not [name for name, is_undefined, _ in symbols if name and not is_undefined]
+
+
+#: Four products, each added to those before. What is planted stands behind each.
+WGMMA = """\
+.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 out, .param .u64 operand) .maxntid 128, 1, 1 {{
+  .reg .f32 d<4>; .reg .b64 a, o; .reg .pred p;
+  ld.param.u64 o, [out]; ld.param.u64 a, [operand];
+  mov.f32 d0, 0f00000000; mov.f32 d1, d0; mov.f32 d2, d0; mov.f32 d3, d0; setp.eq.b32 p, 0, 0;
+  wgmma.fence.sync.aligned;
+  {products}
+  wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+  st.global.f32 [o], d0; st.global.f32 [o+4], d1; st.global.f32 [o+8], d2; st.global.f32 [o+12], d3;
+}}
+"""
+PRODUCT = """\
+  add.s64 a, a, 2;
+  wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {d0, d1, d2, d3}, a, a, p, 1, 1, 0, 0;
+"""
+
+
+@pytest.mark.parametrize("planted", ["", "add.f32 d0, d0, d0;\n"])
+def test_serialized_wgmma_is_caught(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, planted: str
+) -> None:
+    """ptxas and the build only tell of it. The test that reads the library's machine code fails,
+    whether or not a kernel was compiled just now."""
+    cuda = build_library.find_cuda()
+    if not cuda:
+        pytest.skip("there is no ptxas")
+    (tmp_path / "a.ptx").write_text(WGMMA.format(products=4 * (PRODUCT + planted)))
+    command = [f"{cuda.root}/bin/ptxas", "-arch=sm_90a", "a.ptx", "-o", "a.cubin"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+    assert ("Potential Performance Loss" in told) == bool(planted), told
+    monkeypatch.setattr(sass.ops, "LIBRARY", tmp_path / "a.cubin")
+    kernel = sass.Kernel("kernel", "sm90", {}, False, sass.cuobjdump.__wrapped__("-sass"))
+    with pytest.raises(AssertionError) if planted else nullcontext():
+        test_machine_code.test_wgmma_is_not_serialized([kernel])
 
 
 def run_hook(call: str, **variables: str) -> str:
