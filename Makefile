@@ -8,21 +8,21 @@ SHELL := /bin/bash
 
 PY := $(or $(PYTHON),.venv/bin/python)
 # The checkout, where the tests and the bench are, comes after an installed flash_cute on the path.
-INSTALLED := $(filter-out $(realpath .),$(if $(PYTHON),$(shell cd / && $(PY) -c "import pathlib, \
-  importlib.util as u; print(pathlib.Path(u.find_spec('flash_cute').origin).resolve().parents[1])" \
-  2>/dev/null)))
+INSTALLED := $(filter-out $(realpath .),$(if $(PYTHON),$(shell $(PY) -c "import importlib.util as u, \
+  pathlib, sys; sys.path = [p for p in sys.path if p not in ('', '$(CURDIR)')]; \
+  print(pathlib.Path(u.find_spec('flash_cute').origin).resolve().parents[1])" 2>/dev/null)))
 WHERE := PYTHONSAFEPATH=1 PYTHONPATH="$(if $(INSTALLED),$(INSTALLED):)$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
-BUILD = $(if $(INSTALLED),@echo '== using the flash_cute in $(INSTALLED)',@$(PY) csrc/build_library.py)
+BUILD = $(if $(INSTALLED),@echo '== using the flash_cute in $(INSTALLED)',@$(PY) csrc/build_library.py $(1))
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile | expand -t 16
 	@echo 'With PYTHON=/path/to/python they use that Python and its torch, and touch no network.'
 
 run: setup ## the main job: a transformer block on flash_cute, checked against a reference
-	$(BUILD) --for-example
+	$(call BUILD,--for-example)
 	@$(WHERE) $(PY) -m examples.transformer_block $(ARGS)
 
-test: lint pytest ## linters and tests; what needs a GPU is skipped without one
+test: $(if $(PYTHON),,lint) pytest ## linters and tests; PYTHON leaves the linters out; no GPU, what needs it
 
 pytest: build ## the tests alone; ARGS="-k causal" goes to pytest
 	@$(WHERE) $(PY) -m pytest $(ARGS)
@@ -37,7 +37,7 @@ bench: build ## the benchmark (needs a GPU); ARGS="--suite train" goes to bench.
 	@$(WHERE) $(PY) -m bench.run $(ARGS)
 
 build: setup ## the library, in place
-	$(BUILD)
+	$(call BUILD)
 
 wheel: setup ## a wheel for every Linux with glibc 2.28 or newer, in dist/
 	@rm -f dist/*.whl
@@ -48,14 +48,14 @@ wheel: setup ## a wheel for every Linux with glibc 2.28 or newer, in dist/
 	@ls -l dist/*.whl
 
 CPP = $(shell find csrc tests bench -name '*.h' -o -name '*.cpp' -o -name '*.cu')
-lint: setup ## clang-format, ruff and mypy; with PYTHON, those of them that are there
-	@has() { $(PY) -c "import importlib.util as u; exit(not u.find_spec('$$1'))"; }; \
-	if has clang_format; then $(PY) -m clang_format --dry-run --Werror $(CPP); fi; \
-	if has ruff; then $(PY) -m ruff check . && $(PY) -m ruff format --check .; fi; \
-	if has mypy; then $(PY) -m mypy; fi
+CLANG_FORMAT = @$(PY) -c 'import clang_format; clang_format.clang_format()'
+
+lint: setup ## clang-format, ruff and mypy
+	$(CLANG_FORMAT) --dry-run --Werror $(CPP)
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
 
 format: setup ## rewrite the files as the linters want them
-	@$(PY) -m clang_format -i $(CPP)
+	$(CLANG_FORMAT) -i $(CPP)
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
 clean: ## delete what was built, .venv excepted
