@@ -22,7 +22,7 @@ run: setup ## the main job: a transformer block on flash_cute, checked against a
 	$(call BUILD,--for-example)
 	@$(WHERE) $(PY) -m examples.transformer_block $(ARGS)
 
-test: $(if $(PYTHON),,lint) pytest ## linters and tests; PYTHON leaves the linters out; no GPU, what needs it
+test: $(if $(PYTHON),,lint) pytest ## linters and tests (with PYTHON the tests alone); without a GPU, what runs without one
 
 pytest: build ## the tests alone; ARGS="-k causal" goes to pytest
 	@$(WHERE) $(PY) -m pytest $(ARGS)
