@@ -1,6 +1,5 @@
-# `make run` and `make test` set up what they need in .venv. With PYTHON=/path/to/python they take that
-# Python as it is, and touch no network: a flash_cute installed there is used, or else the library is
-# built in this checkout.
+# What a command needs is set up in .venv. With PYTHON=/path/to/python, that Python is taken as it is: a
+# flash_cute installed there is used, or else the library is built in this checkout.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -61,12 +60,7 @@ format: setup ## rewrite the files as the linters want them
 clean: ## delete what was built, .venv excepted
 	rm -rf build dist *.egg-info flash_cute/*.so .mypy_cache .ruff_cache .pytest_cache
 
-ifdef PYTHON
-setup:
-	@$(PY) -c 'import importlib.util as u, sys; exit(sys.version_info < (3, 10) or not u.find_spec("torch"))' || \
-	  { echo 'PYTHON=$(PYTHON) is no Python 3.10 or newer that has torch 2.10 or newer'; exit 1; }
-else
-setup: .venv/.ready
+setup: $(if $(PYTHON),,.venv/.ready)
 
 .venv/.ready: requirements.txt csrc/build_library.py
 	@echo '== setting up .venv (torch is large: the first time takes a while)'
@@ -78,4 +72,3 @@ setup: .venv/.ready
 	@missing=$$($(PY) csrc/build_library.py --missing); \
 	[ -z "$$missing" ] || $(PY) -m pip install --disable-pip-version-check $$missing
 	@touch $@
-endif

@@ -1,8 +1,5 @@
-"""Packaging: setuptools' script, and by `backend-path` in pyproject.toml the PEP 517 backend too.
-
-The backend is setuptools' own. It asks for the packages that this machine lacks for a build. The
-build itself is in csrc/build_library.py.
-"""
+"""setuptools' script and, by `backend-path` in pyproject.toml, its PEP 517 backend, which asks for
+what this machine lacks. The build itself is in csrc/build_library.py."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ MANYLINUX = bool(os.environ.get("FLASH_CUTE_MANYLINUX"))
 ARCHS = ("80", "90", "90a", "100", "120")  # 90a has the SM90 kernels, the others those of SM80
 GIGABYTES_PER_JOB = 5.0  # a heavy CuTe file takes up to 4.5
 
-OLDEST_CUDA = [12, 4]
 TORCH_PACKAGE, CUTLASS_PACKAGE = "torch==2.13.0", "nvidia-cutlass==4.2.0.0"
 CUDA_PACKAGES = [f"nvidia-{name}==13.0.88" for name in ("cuda-nvcc", "cuda-crt", "nvvm")]
 CUDA_PACKAGES += ["nvidia-cuda-cccl==13.0.85", "nvidia-cuda-runtime==13.0.*"]
@@ -93,10 +92,7 @@ class Cuda(NamedTuple):
             for name in ("include", "lib64", "lib", f"lib/{platform.machine()}-linux-gnu"):
                 if (parent / name / file).is_file():
                     return parent / name
-        raise BuildError(
-            f"the CUDA toolkit in {self.root} has no {file}; install its development files, or set "
-            "FLASH_CUTE_PYPI_CUDA=1 to use the toolkit from PyPI"
-        )
+        raise BuildError(f"{self.root} has no {file}; install it, or set FLASH_CUTE_PYPI_CUDA=1")
 
     def archs(self) -> list[str]:
         """The chips that it compiles for: before CUDA 12.8 not sm_100 and sm_120."""
@@ -117,11 +113,9 @@ def find_cuda() -> Cuda | None:
     if nvcc is None:
         return None
     version = "".join(re.findall(r"release ([\d.]+)", output_of(nvcc, "--version"))) or "0"
-    if [int(number) for number in version.split(".")] < OLDEST_CUDA:
-        raise BuildError(
-            f"{nvcc} is of CUDA {version}, and 12.4 is the oldest that does; set CUDA_HOME to a "
-            "newer toolkit, or FLASH_CUTE_PYPI_CUDA=1 to use the one from PyPI"
-        )
+    if [int(number) for number in version.split(".")] < [12, 4]:
+        need = "12.4 or newer is needed; set CUDA_HOME, or FLASH_CUTE_PYPI_CUDA=1 for PyPI's"
+        raise BuildError(f"{nvcc} is of CUDA {version}, and {need}")
     # nvcc may be a wrapper script that stands elsewhere; it says itself where its toolkit is.
     top = re.search(r"#\$ TOP=(.*)", output_of(nvcc, "--dryrun", "-x", "cu", "-c", os.devnull))
     return Cuda(Path(top[1].strip() if top else f"{nvcc}/../..").resolve(), version)
@@ -152,8 +146,8 @@ def jobs() -> str:
     group = Path("/sys/fs/cgroup/memory.max")  # "max" is no limit
     limit = re.findall(r"\d+", group.read_text()) if group.is_file() else []
     gigabytes = min([int(kib) / 1e6 for kib in free] + [int(size) / 1e9 for size in limit])
-    by_memory = max(1, int(gigabytes / GIGABYTES_PER_JOB))
-    return os.environ.get("MAX_JOBS") or str(min(len(os.sched_getaffinity(0)), by_memory))
+    count = min(len(os.sched_getaffinity(0)), int(gigabytes / GIGABYTES_PER_JOB))
+    return os.environ.get("MAX_JOBS") or str(max(1, count))
 
 
 def chosen(variable: str, allowed: Sequence[str]) -> list[str]:
@@ -176,13 +170,13 @@ def narrow_to_example() -> None:
 
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 8
     archs = [arch for arch in cuda.archs() if int(arch.rstrip("a")) // 10 == major] or ["80"]
-    head_dims, built, held = [64], [], []
+    head_dims = [64]
     with suppress(OSError, AttributeError):  # there is none, or it is of another version
         torch.ops.load_library(LIBRARY)
         info = json.loads(torch.ops.flash_cute.build_info())
-        built, held = info["head_dims"], [arch for arch in ARCHS if f"sm_{arch}" in info["archs"]]
-    if 64 in built and {*archs} <= {*held}:
-        head_dims, archs = built, held
+        held = [arch for arch in ARCHS if f"sm_{arch}" in info["archs"]]
+        if 64 in info["head_dims"] and {*archs} <= {*held}:
+            head_dims, archs = info["head_dims"], held
     os.environ["FLASH_CUTE_HEAD_DIMS"] = ",".join(map(str, head_dims))
     os.environ["FLASH_CUTE_ARCHS"] = ",".join(archs)
 
@@ -229,13 +223,10 @@ def manylinux_linker(compiler: str) -> tuple[list[str], list[str]]:
 def write_ninja() -> tuple[str, str]:
     """Writes the build file; returns its path and the library's, both relative to the checkout."""
     if missing := missing_packages():
-        command = f"{sys.executable} -m pip install {' '.join(missing)}"
-        raise BuildError(f"something that the build needs is missing; run: {command}")
+        raise BuildError(f"run this first: {sys.executable} -m pip install {' '.join(missing)}")
     torch, cutlass, cuda, compiler = find_torch(), find_cutlass(), find_cuda(), find_compiler()
-    assert torch and cutlass and cuda
-    all_dims, all_archs = list(map(str, variants.ALL_HEAD_DIMS)), cuda.archs()
-    dims = chosen("FLASH_CUTE_HEAD_DIMS", all_dims)
-    archs = chosen("FLASH_CUTE_ARCHS", all_archs)
+    all_dims, all_archs = [str(dim) for dim in variants.ALL_HEAD_DIMS], cuda.archs()
+    dims, archs = chosen("FLASH_CUTE_HEAD_DIMS", all_dims), chosen("FLASH_CUTE_ARCHS", all_archs)
     code = [*(f"sm_{arch}" for arch in archs), "compute_80"]
     left_out = [f"head dim {dim}" for dim in all_dims if dim not in dims]
     left_out += [f"sm_{arch}" for arch in all_archs if arch not in archs]
@@ -269,10 +260,9 @@ def write_ninja() -> tuple[str, str]:
     text = f"builddir = {BUILD}\n" + compile_rule("cxx", cxx) + compile_rule("nvcc", nvcc)
     text += f"rule link\n  command = {shlex.join(linker)} -shared -o $out $in "
     text += f"{shlex.join(libraries)}\n  description = linking $out\n"
-    sm80_code = [item for item in code if item != variants.SM90_CODE]
-    dims = [int(dim) for dim in dims]
-    sources = variants.generate(ROOT / BUILD / "variants", dims, sm90=variants.SM90_CODE in code)
-    sources += sorted((ROOT / SOURCES).rglob("*.cpp")) + sorted((ROOT / SOURCES).rglob("*.cu"))
+    sm90, sm80_code = "90a" in archs, [item for item in code if item != variants.SM90_CODE]
+    sources = variants.generate(ROOT / BUILD / "variants", [int(dim) for dim in dims], sm90=sm90)
+    sources += sorted((ROOT / SOURCES).rglob("*.cu")) + sorted((ROOT / SOURCES).rglob("*.cpp"))
     objects = []
     for source in sources:
         objects.append(f"{BUILD}/objects/{source.relative_to(ROOT)}.o")
@@ -286,14 +276,11 @@ def write_ninja() -> tuple[str, str]:
 
 def ninja(file: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Brings up to date what a build file describes; the options are those of subprocess.run."""
-    environment = {
-        "NINJA_STATUS": "[%f/%t] %e s ",
-        "CCACHE_BASEDIR": str(ROOT),
-        "CCACHE_NOHASHDIR": "1",
-        "CCACHE_DEPEND": "1",  # the compilers say what they read: nothing is preprocessed twice
-        "CCACHE_COMPILERCHECK": "content",
-        **{name: value for name, value in os.environ.items() if name not in NVCC_FLAGS},
-    }
+    environment = {"NINJA_STATUS": "[%f/%t] %e s ", **os.environ}
+    environment |= {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
+    # In depend mode nothing is preprocessed: the compilers say what they read.
+    environment |= {"CCACHE_DEPEND": "1", "CCACHE_COMPILERCHECK": "content"}
+    environment |= dict.fromkeys(NVCC_FLAGS, "")
     command = [find_program("ninja") or "ninja", "-f", file, "-j", jobs()]
     return subprocess.run(command, cwd=ROOT, env=environment, text=True, check=False, **options)
 
@@ -317,9 +304,6 @@ def build_library(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    if "--missing" in sys.argv:
-        print(*missing_packages())
-    else:
-        if "--for-example" in sys.argv:
-            narrow_to_example()
-        build_library(LIBRARY)
+    if "--for-example" in sys.argv:
+        narrow_to_example()
+    print(*missing_packages()) if "--missing" in sys.argv else build_library(LIBRARY)

@@ -122,7 +122,7 @@ def test_toolkit_behind_a_wrapper(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("PATH", str(wrapper / "bin"), prepend=os.pathsep)
     assert build_library.find_cuda() == Cuda(real.resolve(), "12.6")
     assert Cuda(real, "12.6").archs() == ["80", "90", "90a"]
-    with pytest.raises(BuildError, match=r"has no none\.h; .* FLASH_CUTE_PYPI_CUDA=1"):
+    with pytest.raises(BuildError, match=r"has no none\.h; .*FLASH_CUTE_PYPI_CUDA=1"):
         Cuda(real, "12.6").folder_of("none.h")
 
 
