@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from bench import simulate
 from flash_cute import checks, ops, tolerance
 
 _GPU = pytest.mark.gpu
@@ -308,12 +306,3 @@ def check(
     result = tolerance.compare(out, lse, q, k, v, is_causal, softmax_scale, **band)
     assert result.passed, str(result)
     return out, lse
-
-
-@functools.cache
-def cuobjdump(*arguments: str) -> str:
-    """What cuobjdump says of the library; skips the test where there is no cuobjdump."""
-    text = simulate.cuobjdump(ops.LIBRARY, *arguments)
-    if text is None:
-        pytest.skip("needs cuobjdump and nvdisasm: the PyPI packages of nvidia-cuda-<name>")
-    return text

@@ -1,0 +1,104 @@
+"""The machine code of the built library, kernel by kernel, as cuobjdump prints it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_cute import ops
+
+#: The members of FwdConfigSm80 and FwdConfigSm90 (csrc/cute_fa2/config.h), in their order, which
+#: is that of the numbers in a kernel's mangled name.
+CONFIG = {
+    "sm80": ("head_dim", "block_m", "block_n", "row_warps", "pipelined_qk", "column_warps"),
+    "sm90": ("head_dim", "consumers", "block_n", "stages", "q_stages", "ping_pong"),
+}
+#: Behind the configuration of sm90: whether its output is a split's.
+MANGLED = re.compile(r"(sm[89]0)9FwdKernel\S*FwdConfigSm[89]0E((?:L[ib]\d+E)+)E(?:ELb(1)E)?")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9]+)", re.MULTILINE)
+
+
+@functools.cache
+def cuobjdump(*arguments: str) -> str:
+    """What cuobjdump says of the library; skips the test where there is no cuobjdump."""
+    packaged = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin")
+    path = os.pathsep.join([str(packaged), os.environ["PATH"], "/usr/local/cuda/bin"])
+    program = shutil.which("cuobjdump", path=path)
+    if not program or not shutil.which("nvdisasm", path=path):
+        pytest.skip("needs cuobjdump and nvdisasm: the PyPI packages of nvidia-cuda-<name>")
+    command = [program, *arguments, str(ops.LIBRARY)]
+    environment = {**os.environ, "PATH": path}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A forward kernel on one chip."""
+
+    name: str
+    arch: str
+    config: dict[str, int]
+    is_split_kv: bool
+    text: str
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        return _tile(self.arch, self.config)
+
+    @functools.cached_property
+    def opcodes(self) -> Counter[str]:
+        """How often each instruction stands in it, without modifiers."""
+        return Counter(INSTRUCTION.findall(self.text))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
+    """Of an entry of the tile table what `Kernel.tile` has of a kernel."""
+    known = {"consumers": entry["block_m"] // 64}
+    if entry["arch"] == "sm80":
+        known["row_warps"] = entry["warps"] // entry["column_warps"]
+    return _tile(entry["arch"], {**entry, **known})
+
+
+def _tile(arch: str, config: dict[str, Any]) -> tuple[int, ...]:
+    """The table does not tell the two members that are true or false."""
+    return tuple(config[key] for key in CONFIG[arch] if key not in ("pipelined_qk", "ping_pong"))
+
+
+@functools.cache
+def kernels(code: str) -> list[Kernel]:
+    """The forward kernels in the machine code for a chip ("sm_80")."""
+    arch = "sm90" if code == "sm_90a" else "sm80"
+    found = []
+    for text in cuobjdump("-sass", "-arch", code).split("Function : ")[1:]:
+        name = text.split()[0]
+        mangled = MANGLED.search(name)
+        if mangled and mangled[1] == arch:  # asked for sm_90, cuobjdump shows sm_90a as well
+            numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
+            config = dict(zip(CONFIG[arch], numbers, strict=True))
+            found.append(Kernel(name, arch, config, mangled[3] is not None, text))
+    return found
+
+
+def usage(*arguments: str) -> dict[str, dict[str, int]]:
+    """Of each function REG, STACK, LOCAL and so on."""
+    return {
+        name: {key: int(value) for key, value in re.findall(r"(\w+)(?:\[\d\])?:(\d+)", line)}
+        for name, line in re.findall(
+            r"Function (\S+):\n(.*)", cuobjdump("-res-usage", *arguments)
+        )
+    }
