@@ -55,46 +55,19 @@ def _bind_flash_cute(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     return lambda: flash_cute.forward(q, k, v, is_causal=case.causal)
 
 
-def _by_the_op(name: str, about: str, **choices: int) -> Provider:
-    """flash_cute with arguments of its op that `forward` does not have."""
-
-    def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-        from flash_cute.ops import fast_fwd
-
-        window_right = 0 if case.causal else -1
-        offset = case.kv_len - case.q_len if case.causal else 0
-        arguments = case.scale, -1, window_right, offset
-        numbers = (choices.get(name, 0) for name in ("smem_limit", "arch", "splits"))
-        arguments += tuple(numbers)
-        return lambda: fast_fwd(q, k, v, *arguments)
-
-    return Provider(name, about, bind, _flash_cute_why_not, is_ours=True)
-
-
-def with_smem_limit(smem_limit: int) -> Provider:
-    """flash_cute on the tiles that fit `smem_limit` bytes of shared memory per block."""
-    about = f"flash_cute, tiles within {smem_limit} bytes"
-    return _by_the_op("flash_cute", about, smem_limit=smem_limit)
-
-
-def with_splits(count: int) -> Provider:
-    """flash_cute with the keys in at most `count` parts, of whole blocks of keys; 1: whole."""
-    about = f"flash_cute, keys in {count} part(s)"
-    return _by_the_op(f"parts={count}", about, splits=count)
-
-
-def with_arch(arch: str, name: str = "flash_cute") -> Provider:
-    """flash_cute on the kernels of `arch`, whatever would run by default."""
+def tuned(tuning: str, name: str | None = None) -> Provider:
+    """flash_cute with overrides of what it would choose ("arch=80", "splits=4,arch=90")."""
 
     def why_not(case: Case, device: torch.device) -> str | None:
         return _flash_cute_why_not(case, device) if device.type == "cuda" else "needs a GPU"
 
     def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-        import flash_cute
+        from flash_cute import ops
 
-        return lambda: flash_cute.forward(q, k, v, is_causal=case.causal, arch=arch)
+        window_right = 0 if case.causal else -1
+        return lambda: ops.fwd(q, k, v, window_right=window_right, tuning=tuning)
 
-    return Provider(name, f"flash_cute's {arch} kernels", bind, why_not, is_ours=True)
+    return Provider(name or tuning, f"flash_cute with {tuning}", bind, why_not, is_ours=True)
 
 
 # -- torch SDPA, one backend at a time -----------------------------------------------------------
@@ -198,7 +171,7 @@ PROVIDERS = {
         Provider(
             "flash_cute", "flash_cute.forward", _bind_flash_cute, _flash_cute_why_not, is_ours=True
         ),
-        with_arch("sm80", name="sm80"),
+        tuned("arch=80", name="sm80"),
         _sdpa("fa2", "torch SDPA, flash backend", SDPBackend.FLASH_ATTENTION, 256),
         _sdpa("cudnn", "torch SDPA, cuDNN backend", SDPBackend.CUDNN_ATTENTION, 256),
         _sdpa("efficient", "torch SDPA, efficient backend", SDPBackend.EFFICIENT_ATTENTION),

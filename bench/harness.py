@@ -1,9 +1,9 @@
 """The clock: providers interleaved in one process, and rows that say what was measured.
 
 `measure(case, providers, options)` returns one row (a plain dict) per provider. For every case the
-providers take turns, `rounds` times over, in rotating order; before every timed call the L2 cache
-is flushed; what is reported is the median over all rounds. On the CPU the same code runs with a
-wall clock, so that the harness itself can be tested without a GPU.
+providers take turns, `rounds` times over, in alternating order; before every timed call the L2
+cache is flushed; what is reported is the median over all rounds. On the CPU the same code runs with
+a wall clock, so that the harness itself can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from bench.cases import Case, make_inputs
 from bench.environment import sm_clock
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 #: A provider that says so has not failed: it does not take the case, or not on this machine.
 REFUSALS = ("No available kernel", "No viable backend", "out of memory")
@@ -89,6 +90,14 @@ def wake_up(device: torch.device, seconds: float = 0.5) -> None:
         for _ in range(20):
             x @ x
         torch.cuda.synchronize(device)
+
+
+def turn_order(items: Sequence[Item], turn: int) -> list[Item]:
+    """Who comes after whom in a round. A chip at its power limit is slower behind a hot neighbour,
+    so each second round goes backwards, and each pair of rounds begins with another."""
+    first = turn // 2 % max(1, len(items))
+    order = [*items[first:], *items[:first]]
+    return order[::-1] if turn % 2 else order
 
 
 def _reason(error: BaseException, caught: list[warnings.WarningMessage]) -> str:
@@ -173,8 +182,7 @@ def measure(
 
     clock: int | None = None
     for turn in range(options.rounds):
-        first = turn % max(1, len(working))
-        for runner in working[first:] + working[:first]:
+        for runner in turn_order(working, turn):
             assert runner.call is not None
             with runner.provider.pinned():
                 runner.samples.append(timer(runner.call, runner.iters))

@@ -14,13 +14,14 @@ import torch
 
 from bench.baselines import Call, Provider
 from bench.cases import Case, make_inputs
-from bench.harness import Options, Row, prepare
+from bench.harness import Options, Row, prepare, turn_order
 
 #: Below the number of launches that the GPU's queue holds (about 1024), also if a call needs two.
 CALLS = 400
 CASES = (
     Case(1, 8, 8, 1, 1, 64, causal=False),
     Case(1, 8, 8, 1, 128, 64, causal=False),
+    Case(1, 32, 8, 1, 128, 128, causal=False),
 )
 
 
@@ -48,8 +49,7 @@ def measure_host_time(
                 runners = [prepare(p, case, tensors, options) for p in providers]
                 working = [runner for runner in runners if runner.call is not None]
                 for turn in range(rounds + 1):
-                    first = turn % max(1, len(working))
-                    for runner in working[first:] + working[:first]:
+                    for runner in turn_order(working, turn):
                         assert runner.call is not None
                         with runner.provider.pinned():
                             us = _round(runner.call, options.device, calls)

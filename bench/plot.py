@@ -8,9 +8,11 @@ It reads what `bench.run --json` saved and measures nothing.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from bench.results import load
+from bench.tables import label, providers_of
 
 #: Colours that stay apart for colour-blind readers; ours is the strong one.
 COLOURS = {
@@ -24,22 +26,6 @@ COLOURS = {
     "math": "#7f7f7f",
     "naive": "#b0b0b0",
 }
-LABELS = {
-    "fa2": "SDPA flash (FA2)",
-    "sm80": "flash_cute, sm80 kernels",
-    "cudnn": "SDPA cuDNN",
-    "efficient": "SDPA efficient",
-    "math": "SDPA math",
-    "flex": "FlexAttention",
-    "triton": "Triton (bench/)",
-}
-
-
-def load(path: Path) -> dict[str, Any]:
-    result = json.loads(path.read_text())
-    if not isinstance(result, dict) or not {"meta", "rows"} <= result.keys():
-        raise ValueError(f"{path} is no result file: it has no meta and rows")
-    return result
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -51,7 +37,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     rows = [row for row in result["rows"] if row.get("tflops") is not None]
     if not rows:
         raise ValueError("no timed rows to plot")
-    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    providers = providers_of(rows)
     head_dims = sorted({row["head_dim"] for row in rows})
     masks = sorted({row["causal"] for row in rows})
     figure, axes = plt.subplots(
@@ -92,7 +78,7 @@ def _panel(axis: Any, rows: list[dict[str, Any]], providers: list[str]) -> None:
         heights = [values.get(name, 0.0) for _, name in shapes]
         axis.bar(
             positions, heights, width * 0.95, color=COLOURS.get(provider),
-            label=LABELS.get(provider, provider),
+            label=label(provider),
         )  # fmt: skip
     axis.set_xticks(range(len(shapes)), [_length(kv_len) for kv_len, _ in shapes], fontsize=8)
     axis.set_xlabel("sequence length", fontsize=9)

@@ -2,11 +2,13 @@
 
     python -m bench.run --suite quick --check
     python -m bench.run --B 4 --H 16 --N 4096 --D 128 --causal --baselines fa2,cudnn
-    python -m bench.run --suite train --json bench/results/train.json --plot bench/results/train.png
+    python -m bench.run --suite train --json bench/results/train.json
+    python -m bench.run --suite decode --tuning splits=1 splits=4
     python -m bench.run --host-time
     python -m bench.run --memory
 
 With --suite, the shape options pick from the suite: --suite tuning --D 128 --causal.
+--host-time and --memory have cases of their own.
 """
 
 from __future__ import annotations
@@ -14,34 +16,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import environment, tables
-from bench.baselines import (
-    DEFAULT_PROVIDERS,
-    PROVIDERS,
-    Provider,
-    with_arch,
-    with_smem_limit,
-    with_splits,
-)
+from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, tuned
 from bench.cases import DTYPES, SUITES, Case
 from bench.harness import Options, Row, Timer, default_device, measure, wake_up
-from bench.progress import progress
+from bench.host_time import measure_host_time
+from bench.memory import measure_memory
+from bench.tables import OURS
 from flash_cute.checks import MAX_HEAD_DIM
-
-OURS = "flash_cute"
-FIGURES = (".png", ".svg", ".pdf")
-#: Options of the speed measurement; --host-time and --memory have cases and counts of their own.
-OF_SPEED = (
-    *("suite", "B", "H", "Hkv", "N", "Nk", "D", "causal", "dtype", "layout"),
-    *("rounds", "iters", "time_budget", "check"),
-)
 
 
 def positive(text: str) -> int:
@@ -65,12 +56,16 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def tuning(text: str) -> str:
+    if not re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form splits=4,arch=90")
+    return text
+
+
 def provider_names(text: str) -> list[str]:
     if text == "all":
         return list(PROVIDERS)
-    if text == "none":
-        return [OURS]
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",") if name.strip() not in ("", "none")]
     for name in names:
         if name not in PROVIDERS:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(PROVIDERS)}")
@@ -104,27 +99,20 @@ def build_parser() -> argparse.ArgumentParser:
                      help=f"beside {OURS}: " + "; ".join(
                          f"{p.name} = {p.about}" for p in PROVIDERS.values() if p.name != OURS
                      ) + "; or all, or none (default fa2,cudnn)")  # fmt: skip
-    how.add_argument("--tiles", type=Path, nargs="+", default=[], metavar="LIBRARY",
-                     help="tiles beside those of the table, made by bench.tiles")  # fmt: skip
-    how.add_argument("--splits", type=positive, nargs="+", default=[], metavar="N",
-                     help="flash_cute with the keys in at most N parts, beside the number that it "
-                          "chooses; 1: whole (--suite decode --splits 1 4 16)")  # fmt: skip
+    how.add_argument("--tuning", type=tuning, nargs="+", default=[], metavar="KEY=N,..",
+                     help="flash_cute with overrides, beside itself: arch=80 or arch=90, splits=N, "
+                          "smem_limit=BYTES (101376: as on sm_86, sm_89, sm_120)")  # fmt: skip
     how.add_argument("--rounds", type=positive, default=5, help="interleaved rounds (default 5)")
     how.add_argument("--iters", type=positive, help="calls a round (default: by --time-budget)")
     how.add_argument("--time-budget", type=positive, default=150, metavar="SECONDS",
                      help="roughly, for everything together (default 150)")  # fmt: skip
     how.add_argument("--check", action="store_true", help="against fp64 before the clock starts")
-    how.add_argument("--smem-limit", type=positive, metavar="BYTES",
-                     help="flash_cute as on a GPU with so much shared memory per block "
-                          "(101376: sm_86, sm_89, sm_120)")  # fmt: skip
-    how.add_argument("--arch", choices=("sm80", "sm90"),
-                     help="flash_cute's kernels of one architecture")  # fmt: skip
     how.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     how.add_argument("--seed", type=seed, default=0)
 
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="PATH", help="save the rows")
-    output.add_argument("--plot", type=Path, metavar="PATH", help="save a figure (PNG, SVG, PDF)")
+    output.add_argument("--json", type=Path, metavar="PATH",
+                        help="save the rows (bench.plot draws them)")  # fmt: skip
     output.add_argument("--commit", help="recorded where it cannot be told: outside of git, or of "
                         "an installed flash_cute")  # fmt: skip
     return parser
@@ -161,23 +149,10 @@ def select_cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> l
 def save(path: Path, result: dict[str, Any]) -> None:
     """A row a line, so that files stay short; in one step, so that an interrupted run leaves a
     whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
+    unfinished = path.with_name(path.name + ".unfinished")
     rows = ",\n".join(json.dumps(row) for row in result["rows"])
-    part.write_text(f'{{"meta": {json.dumps(result["meta"])},\n"rows": [\n{rows}\n]}}\n')
-    part.replace(path)
-
-
-def check_output(parser: argparse.ArgumentParser, option: str, path: Path) -> None:
-    """Makes the folder and writes in it: better to fail now than after the measurement."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        parser.error(f"{option} {path} cannot be written: {error.strerror}")
-    if path.is_dir():
-        parser.error(f"{option} {path} is a folder")
+    unfinished.write_text(f'{{"meta": {json.dumps(result["meta"])},\n"rows": [\n{rows}\n]}}\n')
+    unfinished.replace(path)
 
 
 def check_arguments(
@@ -189,32 +164,24 @@ def check_arguments(
         parser.error("--host-time and --memory are two runs")
     if args.memory and device.type != "cuda":
         parser.error("--memory reads the GPU's allocator: it needs --device cuda")
-    if args.host_time or args.memory:
-        if args.plot:
-            parser.error("--plot draws speeds; --host-time and --memory have none")
-        given = [name for name in OF_SPEED if getattr(args, name) != parser.get_default(name)]
-        if given:
-            options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            parser.error(f"{options}: of no effect with --host-time and --memory; leave it out")
-    if args.smem_limit and args.splits:
-        parser.error("--splits takes the tiles of this GPU, and --smem-limit others")
-    for option in ("--smem-limit", "--arch", "--splits"):
-        given = getattr(args, option[2:].replace("-", "_"))
-        if given and device.type != "cuda":
-            parser.error(f"{option} is a choice of the GPU's kernels: it needs --device cuda")
-    if args.smem_limit and args.arch == "sm90":
-        parser.error("--smem-limit chooses among the sm80 kernels, and --arch is sm90")
-    if args.plot and args.plot.suffix.lower() not in FIGURES:
-        parser.error(f"--plot {args.plot}: the name has to end in one of {', '.join(FIGURES)}")
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None:
-            check_output(parser, option, path)
+    if args.tuning and device.type != "cuda":
+        parser.error("--tuning is of the GPU's kernels: it needs --device cuda")
+    if args.json is not None:
+        # Better to fail now than after the measurement.
+        try:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=args.json.parent):
+                pass
+        except OSError as error:
+            parser.error(f"--json {args.json} cannot be written: {error.strerror}")
+        if args.json.is_dir():
+            parser.error(f"--json {args.json} is a folder")
 
 
 def without_folders(argv: list[str]) -> list[str]:
     """The command line to record; where somebody keeps results is no part of it."""
     return [
-        Path(text).name if before in ("--json", "--plot") else text
+        Path(text).name if before == "--json" else text
         for before, text in zip(["", *argv], argv, strict=False)
     ]
 
@@ -225,10 +192,14 @@ def run_cases(
 ) -> None:  # fmt: skip
     timer = Timer(options.device)
     wake_up(options.device)
-    for case in progress(cases, "bench"):
+    start = said = time.monotonic()
+    for index, case in enumerate(cases):
         result["rows"] += measure(case, providers, options, timer)
         if path is not None:
             save(path, result)
+        if time.monotonic() - said > 10:
+            said = time.monotonic()
+            print(f"{index + 1} of {len(cases)}, {said - start:.0f} s", file=sys.stderr)
 
 
 def went_wrong(rows: list[Row], providers: list[Provider]) -> bool:
@@ -250,31 +221,17 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(args.device) if args.device else default_device()
     cases = select_cases(parser, args)
     check_arguments(parser, args, device)
-
     providers = [PROVIDERS[name] for name in args.baselines]
-    if args.smem_limit:
-        providers[0] = with_smem_limit(args.smem_limit)
-    elif args.arch:
-        providers[0] = with_arch(args.arch)
-    providers += [with_splits(count) for count in dict.fromkeys(args.splits)]
-    if args.tiles:
-        from bench.tiles import provider as tile_provider
-
-        try:
-            providers += [tile_provider(path.resolve()) for path in args.tiles]
-        except (AttributeError, OSError, ValueError) as error:
-            parser.error(f"--tiles: {error}")
+    providers += [tuned(text) for text in dict.fromkeys(args.tuning)]
     # Half of the time goes to flushing the cache, drawing inputs and warming up.
     turns = len(cases) * len(providers) * args.rounds
-    budget_ms = min(20.0, 0.5e3 * args.time_budget / turns)
     options = Options(
-        device=device, rounds=args.rounds, iters=args.iters, budget_ms=budget_ms,
-        check=args.check, seed=args.seed,
+        device=device, rounds=args.rounds, iters=args.iters, check=args.check, seed=args.seed,
+        budget_ms=min(20.0, 0.5e3 * args.time_budget / turns),
     )  # fmt: skip
 
     meta = environment.describe(device, without_folders(sys.argv[1:] if argv is None else argv))
     meta |= {"suite": args.suite, "rounds": args.rounds}
-    meta |= {"smem_limit": args.smem_limit, "arch": args.arch}
     meta["commit"] = meta["commit"] or args.commit
     result: dict[str, Any] = {"meta": meta, "rows": []}
     what = "host time" if args.host_time else "memory" if args.memory else f"{len(cases)} case(s)"
@@ -282,33 +239,20 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{meta.get('gpu', 'CPU, wall clock')}, torch {meta['torch']}: {what} of {names}")
 
     if args.host_time:
-        from bench.host_time import measure_host_time
-
         wake_up(device)
         result["rows"] = measure_host_time(providers, options)
-        text = tables.host_time_table(result["rows"])
+        text = tables.host_time(result["rows"])
     elif args.memory:
-        from bench.memory import measure_memory
-
         result["rows"] = measure_memory(providers, options)
-        text = tables.memory_table(result["rows"])
+        text = tables.memory(result["rows"])
     else:
         run_cases(cases, providers, options, result, args.json)
-        text = tables.speed_table(result["rows"])
+        text = tables.speed(result["rows"])
     meta["clocks_after"] = environment.clocks(device)
-
-    print(text)
-    if args.plot:
-        from bench.plot import plot
-
-        try:
-            plot(result, args.plot)
-        except (OSError, ValueError) as error:
-            print(f"no figure: {error}", file=sys.stderr)
+    print("\n".join([text, *tables.means(result["rows"]), *tables.notes(result["rows"])]))
     if args.json:
         save(args.json, result)
         print(f"wrote {args.json}")
-    print(tables.summary(result["rows"]))
     return 1 if went_wrong(result["rows"], providers) else 0
 
 

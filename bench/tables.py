@@ -1,4 +1,5 @@
-"""Rows as text: the tables on the screen. (readme_table.py writes those of the README.)"""
+"""Rows as tables, in Markdown that reads well on a screen too: bench.run prints them, and
+bench.results writes them to documents."""
 
 from __future__ import annotations
 
@@ -8,7 +9,22 @@ from typing import Any
 
 Row = dict[str, Any]
 
-BASE = "fa2"
+OURS = "flash_cute"
+LABELS = {
+    "fa2": "SDPA flash (FA2)",
+    "sm80": "flash_cute, sm80 kernels",
+    "cudnn": "SDPA cuDNN",
+    "efficient": "SDPA efficient",
+    "math": "SDPA math",
+    "flex": "FlexAttention",
+    "triton": "Triton (bench/)",
+}
+#: Each row of `speed` has our speed as a multiple of theirs.
+COMPARED = ("fa2", "cudnn")
+
+
+def label(provider: str) -> str:
+    return LABELS.get(provider, provider)
 
 
 def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
@@ -23,103 +39,133 @@ def providers_of(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["provider"] for row in rows))
 
 
-def ratio(cells: dict[str, Row], provider: str, base: str = BASE) -> float | None:
-    """How many times as fast as the base; None where either has no time."""
-    ours, theirs = cells.get(provider, {}).get("ms"), cells.get(base, {}).get("ms")
-    return theirs / ours if ours and theirs else None
+def ratio(cells: dict[str, Row], peer: str, ours: str = OURS) -> float | None:
+    """How many times as fast as the peer we are; None where either has no time."""
+    mine, theirs = cells.get(ours, {}).get("ms"), cells.get(peer, {}).get("ms")
+    return theirs / mine if mine and theirs else None
 
 
-def rate(row: Row | None) -> str:
-    """TFLOP/s, or for decoding GB/s of K and V and the time."""
-    if row is None or row.get("ms") is None:
-        return "-"
-    if "gbps" in row:
-        return f"{row['gbps']:.0f} ({row['ms'] * 1e3:.1f} us)"
-    return f"{row['tflops']:.0f}" if row["tflops"] >= 10 else f"{row['tflops']:.2g}"
+def ratios(rows: Sequence[Row], peer: str, ours: str = OURS) -> dict[str, float]:
+    """By case, where both have a time."""
+    found = {name: ratio(cells, peer, ours) for name, cells in by_case(rows).items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def ratio_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
-def mib(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:.1f}"
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
 
 
 def grid(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell: the first to the left, the others to the right."""
-    every = [header, *lines]
-    widths = [max(len(line[i]) for line in every) for i in range(len(header))]
+    """A table whose columns are as wide as their widest cell; all but the first to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
 
     def text(line: Sequence[str]) -> str:
         cells = [line[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        return "  ".join(cells).rstrip()
+        return "| " + " | ".join(cells) + " |"
 
-    return "\n".join([text(header), "-" * len(text(header)), *map(text, lines)])
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(map(text, [header, rule, *lines]))
 
 
-def speed_table(rows: Sequence[Row]) -> str:
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _rate(row: Row | None) -> str:
+    if row is None or row.get("ms") is None:
+        return "-"
+    value, us = row.get("gbps", row["tflops"]), row["ms"] * 1e3
+    text = f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+    return f"{text} ({us:.0f})" if us >= 100 else f"{text} ({us:.1f})"
+
+
+def speed(rows: Sequence[Row]) -> str:
+    """A line per case, a column per provider: its rate, and its time in microseconds."""
     providers = providers_of(rows)
-    compared = [name for name in providers if name != BASE] if BASE in providers else []
-    unit = "GB/s" if all("gbps" in row for row in rows if "ms" in row) else "TFLOP/s"
-    header = [unit, *providers, *(f"{name}/{BASE}" for name in compared)]
-    lines = []
-    for name, cells in by_case(rows).items():
-        rates = [rate(cells.get(provider)) for provider in providers]
-        ratios = [ratio_text(ratio(cells, provider)) for provider in compared]
-        lines.append([name, *rates, *ratios])
+    compared = [name for name in COMPARED if name in providers and OURS in providers]
+    unit = "GB/s" if any("gbps" in row for row in rows) else "TFLOP/s"
+    header = [f"{unit} (us)", *map(label, providers), *(f"to {name}" for name in compared)]
+    lines = [
+        [name, *(_rate(cells.get(provider)) for provider in providers)]
+        + [_times(ratio(cells, peer)) for peer in compared]
+        for name, cells in by_case(rows).items()
+    ]
     return grid(header, lines)
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Per provider: geometric mean and worst point against the base, checks, what was left out."""
+def lengths(rows: Sequence[Row]) -> str:
+    """A line per head dim and mask, a column per length: our TFLOP/s, and times FA2's speed."""
+    cells = {}
+    ours = providers_of(rows)[0]
+    for columns in by_case(rows).values():
+        row = columns[ours]
+        key = row["head_dim"], row["causal"], row["kv_len"]
+        cells[key] = f"{row['tflops']:.0f} ({_times(ratio(columns, 'fa2', ours))})"
+    columns = sorted({length for _, _, length in cells})
+    lines = [
+        [f"D {head_dim}, {'causal' if causal else 'full'}"]
+        + [cells.get((head_dim, causal, length), "") for length in columns]
+        for head_dim, causal in sorted({key[:2] for key in cells})
+    ]
+    return grid(["TFLOP/s (to FA2)", *(f"N {length}" for length in columns)], lines)
+
+
+def host_time(rows: Sequence[Row]) -> str:
+    providers = providers_of(rows)
+    modes = [
+        {**row, "name": f"{row['name']}, {'grad mode' if row['grad_mode'] else 'no_grad'}"}
+        for row in rows
+    ]
+    lines = [
+        [name, *(f"{cells[p]['host_us']:.1f}" if "host_us" in cells[p] else "-" for p in providers)]
+        for name, cells in by_case(modes).items()
+    ]
+    return grid(["host time of a call, us", *map(label, providers)], lines)
+
+
+def memory(rows: Sequence[Row]) -> str:
+    def mib(count: int | None) -> str:
+        return "-" if count is None else f"{count / 2**20:.1f}"
+
+    providers = providers_of(rows)
+    lines = [
+        [name, mib(next(iter(cells.values()))["output_bytes"])]
+        + [mib(cells[p].get("extra_bytes")) for p in providers]
+        for name, cells in by_case(rows).items()
+    ]
+    return grid(["peak extra memory, MiB", "out + LSE", *map(label, providers)], lines)
+
+
+def means(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each peer of several points: our speed beside it."""
+    ours, *peers = providers_of(rows)
     lines = []
-    cases = by_case(rows)
+    for peer in peers:
+        known = ratios(rows, peer, ours)
+        if len(known) > 1:
+            low, high = (function(known, key=known.__getitem__) for function in (min, max))
+            lines.append(
+                f"{ours} is {geometric_mean(known.values()):.2f}x as fast as {label(peer)} in the "
+                f"geometric mean of {len(known)} points, {known[low]:.2f}x ({low}) to "
+                f"{known[high]:.2f}x ({high})."
+            )
+    return lines
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Per provider, what was checked and what was left out; and the clocks."""
+    lines = []
     for provider in providers_of(rows):
         own = [row for row in rows if row["provider"] == provider]
-        parts = []
-        ratios = {name: ratio(cells, provider) for name, cells in cases.items()}
-        known = {name: value for name, value in ratios.items() if value is not None}
-        if known and provider != BASE:
-            low = min(known, key=lambda name: known[name])
-            mean = geometric_mean(list(known.values()))
-            parts.append(f"{mean:.3f}x {BASE} (geometric mean of {len(known)})")
-            parts.append(f"lowest {known[low]:.3f}x at {low}")
-        checked = [row for row in own if "correct" in row]
-        if checked:
-            right = sum(row["correct"] for row in checked)
-            parts.append(f"{right} of {len(checked)} correct")
+        checked = [row["correct"] for row in own if "correct" in row]
+        said = [f"{sum(checked)} of {len(checked)} correct"] if checked else []
         for status in ("skipped", "failed"):
-            notes = [row["note"] for row in own if row["status"] == status]
-            for note in dict.fromkeys(notes):
-                parts.append(f"{status} {notes.count(note)} of {len(own)}: {note}")
-        lines.append(f"{provider}: " + ("; ".join(parts) or "measured"))
+            reasons = [row["note"] for row in own if row["status"] == status]
+            for reason in dict.fromkeys(reasons):
+                said.append(f"{status} {reasons.count(reason)} of {len(own)}: {reason}")
+        if said:
+            lines.append(f"{provider}: {'; '.join(said)}")
     clocks = [row["sm_mhz"] for row in rows if row.get("sm_mhz")]
-    if clocks:
-        lines.insert(0, f"SM clock {min(clocks)} to {max(clocks)} MHz")
-    return "\n".join(lines)
-
-
-def host_time_table(rows: Sequence[Row]) -> str:
-    providers = providers_of(rows)
-    table: dict[str, dict[str, str]] = {}
-    for row in rows:
-        mode = "grad mode" if row["grad_mode"] else "no_grad"
-        value = f"{row['host_us']:.1f}" if "host_us" in row else "-"
-        table.setdefault(f"{row['name']}, {mode}", {})[row["provider"]] = value
-    lines = [[name, *(cells.get(p, "-") for p in providers)] for name, cells in table.items()]
-    return grid(["host time of a call, us", *providers], lines)
-
-
-def memory_table(rows: Sequence[Row]) -> str:
-    providers = providers_of(rows)
-    lines = []
-    for name, cells in by_case(rows).items():
-        needed = mib(next(iter(cells.values()))["output_bytes"])
-        lines.append([name, needed, *(mib(cells[p].get("extra_bytes")) for p in providers)])
-    return grid(["peak extra memory, MiB", "out + LSE", *providers], lines)
+    return [*lines, *([f"SM clock {min(clocks)} to {max(clocks)} MHz"] if clocks else [])]

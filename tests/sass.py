@@ -98,7 +98,5 @@ def usage(*arguments: str) -> dict[str, dict[str, int]]:
     """Of each function REG, STACK, LOCAL and so on."""
     return {
         name: {key: int(value) for key, value in re.findall(r"(\w+)(?:\[\d\])?:(\d+)", line)}
-        for name, line in re.findall(
-            r"Function (\S+):\n(.*)", cuobjdump("-res-usage", *arguments)
-        )
+        for name, line in re.findall(r"Function (\S+):\n(.*)", cuobjdump("-res-usage", *arguments))
     }

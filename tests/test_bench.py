@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,15 @@ import flash_cute
 from bench import (
     baselines,
     check,
+    compare_wheels,
     environment,
     harness,
     host_time,
     memory,
-    readme_table,
+    plot,
+    results,
     run,
-    simulate,
     tables,
-    tiles,
 )
 from bench.baselines import PROVIDERS
 from bench.cases import SUITES, Case, make_inputs, square
@@ -40,10 +39,6 @@ def small(causal: bool = True, q_len: int = 24, kv_len: int = 24, **more: object
 
 def words(command_line: str) -> list[str]:
     return command_line.split()
-
-
-def result_of(rows: list[harness.Row]) -> dict[str, object]:
-    return {"meta": {"torch": "x", "date": "2026-01-01", "suite": "train"}, "rows": rows}
 
 
 def test_train_suite_is_the_36_points() -> None:
@@ -135,18 +130,23 @@ def test_decoding_rows_have_a_bandwidth() -> None:
         assert row["correct"]
 
 
-def test_kernels_of_an_architecture_need_a_gpu() -> None:
-    (row,) = harness.measure(small(), [PROVIDERS["sm80"]], FAST)
-    assert row["status"] == "skipped" and "GPU" in row["note"]
-    assert baselines.with_arch("sm90").name == "flash_cute"
+def test_overrides_of_the_op() -> None:
+    """By their names. A run takes them on a GPU alone; the op takes them everywhere."""
+    tuned = [PROVIDERS["sm80"], baselines.tuned("splits=3,arch=80")]
+    rows = harness.measure(small(), tuned, FAST)
+    assert [row["provider"] for row in rows] == ["sm80", "splits=3,arch=80"]
+    assert all(row["status"] == "skipped" and row["note"] == "needs a GPU" for row in rows)
+    inputs = make_inputs(small(), CPU)
+    for provider in tuned:
+        out, lse = provider.bind(small(), *inputs)()
+        expected = flash_cute.forward(*inputs, is_causal=True)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
 
 
-def test_keys_in_parts_are_measured_beside() -> None:
-    """By the names; on the CPU keys are never split."""
-    providers = [PROVIDERS["flash_cute"], baselines.with_splits(1), baselines.with_splits(3)]
-    rows = harness.measure(small(), providers, FAST)
-    assert [row["provider"] for row in rows] == ["flash_cute", "parts=1", "parts=3"]
-    assert all(row["status"] == "ok" and row["correct"] for row in rows)
+def test_peers_alternate() -> None:
+    """Each comes behind each neighbour and before it, and each is first in its turn."""
+    orders = [harness.turn_order("abc", turn) for turn in range(6)]
+    assert ["".join(order) for order in orders] == ["abc", "cba", "bca", "acb", "cab", "bac"]
 
 
 def test_grouped_heads_are_measured_beside_as_many_heads() -> None:
@@ -160,42 +160,6 @@ def test_grouped_heads_are_measured_beside_as_many_heads() -> None:
 def test_every_head_dim_that_is_built_can_be_tuned() -> None:
     built = set(build_info()["head_dims"])
     assert built <= {case.head_dim for case in SUITES["tuning"]()}
-
-
-def test_a_tile_becomes_a_provider(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build_library = pytest.importorskip("build_library")
-    if not build_library.find_cuda() or not build_library.find_cutlass():
-        pytest.skip("needs nvcc and CUTLASS")
-    assert tiles.main(["sm80", "32,64,32,4,false", "--out", str(tmp_path)]) == 0
-    report = capsys.readouterr().out
-    assert "0 bytes spilled" in report
-    library = tmp_path / "sm80_32_64_32_4_false_bf16.so"
-    can_be_read = simulate.cuobjdump(library, "-lelf") is not None
-    assert bool(re.search(r"tensor cores busy \d\d% \(simulated\)", report)) == can_be_read
-    assert tiles.main(["sm80", "32,64,24,4,false", "--out", str(tmp_path)]) == 1
-    assert "cannot be compiled" in capsys.readouterr().out
-
-    provider = tiles.provider(library)
-    case = dataclasses.replace(square(1, 100, 2, 32, causal=True), dtype="bf16")
-    options = dataclasses.replace(FAST, device=harness.default_device())
-    (row,) = harness.measure(case, [provider], options)
-    if torch.cuda.is_available():
-        assert row["correct"]
-    else:
-        assert (row["status"], row["note"]) == ("skipped", "needs a GPU")
-
-
-@pytest.mark.parametrize(
-    "arch, tile",
-    [
-        *(("sm80", tile) for tile in ("64,128,64,4", "64,128,64,4,2", "a,128,64,4,true")),
-        *(("sm90", tile) for tile in ("64,2,128,4,2", "64,2,128,4,2,products")),
-    ],
-)
-def test_bad_tiles(arch: str, tile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tiles.main([arch, tile])
-    assert tile in capsys.readouterr().err
 
 
 def test_what_a_peer_refuses_is_reported() -> None:
@@ -217,15 +181,15 @@ def test_a_failing_provider_is_reported() -> None:
 def test_a_run_fails_where_ours_do() -> None:
     """Whatever makes ours by name or number; what a peer does changes nothing."""
     provider_of = {
-        "flash_cute": baselines.with_smem_limit(101376), "sm80": PROVIDERS["sm80"],
-        "parts=4": baselines.with_splits(4), "fa2": PROVIDERS["fa2"],
-    }  # fmt: skip
+        name: PROVIDERS[name] if name in PROVIDERS else baselines.tuned(name)
+        for name in ("flash_cute", "sm80", "splits=4", "fa2")
+    }
     for changes, wrong in (
         ({"status": "ok"}, set()),
         ({"status": "ok", "correct": True}, set()),
-        ({"status": "ok", "correct": False}, {"flash_cute", "sm80", "parts=4"}),
-        ({"status": "failed"}, {"flash_cute", "sm80", "parts=4"}),
-        ({"status": "skipped"}, {"flash_cute"}),  # sm80 by name is not for the CPU
+        ({"status": "ok", "correct": False}, {"flash_cute", "sm80", "splits=4"}),
+        ({"status": "failed"}, {"flash_cute", "sm80", "splits=4"}),
+        ({"status": "skipped"}, {"flash_cute"}),  # overrides are not for the CPU
     ):
         for name, provider in provider_of.items():
             assert provider.name == name
@@ -259,21 +223,11 @@ def test_iterations_follow_the_budget() -> None:
         ("--suite train --D 32", "no case"),
         ("--host-time --memory", "two runs"),
         ("--device cpu --memory", "allocator"),
-        ("--device cpu --smem-limit 101376", "GPU"),
-        ("--device cpu --arch sm80", "--arch is a choice of the GPU's kernels"),
-        ("--arch sm75", "invalid choice"),
-        ("--device cpu --splits 4", "--splits is a choice of the GPU's kernels"),
-        ("--splits 0", "at least 1"),
-        ("--splits 2 --smem-limit 101376", "--splits takes the tiles of this GPU"),
+        ("--device cpu --tuning splits=4", "--tuning is of the GPU's kernels"),
+        ("--tuning splits", "not of the form"),
         ("--seed 18446744073709551616", "is not from -2**63"),
-        ("--tiles nothing.so", "nothing.so is no library made by bench.tiles"),
-        ("--tiles sm80_64_nothing_bf16.so", "cannot open"),
-        ("--host-time --plot x.png", "--plot"),
-        ("--host-time --iters 3 --rounds 2", "--rounds, --iters: of no effect"),
-        ("--host-time --suite train", "--suite: of no effect"),
         ("--D 257", "above 256"),
         ("--D 0", "at least 1"),
-        ("--plot x.txt", ".png, .svg, .pdf"),
         ("--json bench", "is a folder"),
         ("--json README.md/x.json", "cannot be written"),
     ],
@@ -301,26 +255,27 @@ def test_suites_are_filtered_and_replaced() -> None:
 def test_command_line_writes_rows_and_a_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     path, figure = tmp_path / "deep" / "rows.json", tmp_path / "rows.png"
     shape = "--device cpu --B 2 --H 2 --N 32 --D 16 --causal --iters 1 --rounds 2 --check"
-    argv = [*words(shape), "--baselines", "fa2", "--json", str(path), "--plot", str(figure)]
+    argv = [*words(shape), "--baselines", "fa2", "--json", str(path)]
     assert run.main(argv) == 0
     text = capsys.readouterr().out
-    assert "flash_cute/fa2" in text and "geometric mean" in text.splitlines()[-2]
+    assert "to fa2" in text and "flash_cute: 1 of 1 correct" in text
     result = json.loads(path.read_text())
     assert [row["provider"] for row in result["rows"]] == ["flash_cute", "fa2"]
     assert {"date", "argv", "commit", "torch", "device"} <= result["meta"].keys()
     assert str(tmp_path) not in path.read_text()
+    pytest.importorskip("matplotlib")
+    assert plot.main([str(path), "-o", str(figure)]) == 0
     assert figure.stat().st_size > 1000
 
 
 def test_host_time_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     providers = [PROVIDERS["flash_cute"], PROVIDERS["fa2"], PROVIDERS["triton"]]
     rows = host_time.measure_host_time(providers, FAST, rounds=2, calls=3)
-    assert len(rows) == 2 * 2 * 3
+    assert len(rows) == 3 * 2 * 3
     assert all(row["host_us"] > 0 for row in rows if row["provider"] != "triton")
-    assert "no_grad" in tables.host_time_table(rows)
+    assert "no_grad" in tables.host_time(rows)
 
 
 def test_memory_needs_a_gpu_and_counts_the_results() -> None:
@@ -339,63 +294,56 @@ def made_up_rows() -> list[harness.Row]:
     return rows
 
 
-def test_summary_has_mean_and_minimum() -> None:
+def test_means_have_the_extremes() -> None:
     rows = made_up_rows()
     rows[0] |= {"ms": 3.0}
-    text = tables.summary(rows)
-    assert "flash_cute: 1.4" in text and "lowest 0.500x at bf16 B32 N512 H32 D64 full" in text
+    text = "\n".join(tables.means(rows))
+    assert "flash_cute is 1.45x as fast as SDPA flash (FA2)" in text
+    assert "0.50x (bf16 B32 N512 H32 D64 full) to 1.50x" in text
 
 
-def test_readme_numbers_come_from_the_files(tmp_path: Path) -> None:
-    empty = "# x\n<!-- numbers:train -->\nold\n<!-- end:train -->\nrest"
-    assert readme_table.PLACEHOLDER in readme_table.render(empty, tmp_path)
-    run.save(tmp_path / "train.json", result_of(made_up_rows()))
-    text = readme_table.render(empty, tmp_path)
-    assert "1.50x SDPA flash (FA2)" in text and "0.50x SDPA cuDNN" in text and "old" not in text
-    assert readme_table.render(text, tmp_path) == text
+def test_documents_come_from_the_files(tmp_path: Path) -> None:
+    assert "train.json" not in results.document(tmp_path)
+    made_up = {"meta": {"torch": "x", "date": "2026-01-01", "gpu": "NVIDIA H0"}}
+    for name in ("train", "train_h100"):
+        run.save(tmp_path / f"{name}.json", {**made_up, "rows": made_up_rows()})
+    text = results.document(tmp_path)
+    assert "1.50x as fast as SDPA flash (FA2)" in text and "0.50x as fast as SDPA cuDNN" in text
+    lines = results.readme(tmp_path).splitlines()
+    assert lines[2] == "| SDPA flash (FA2)                   | 1.50x (1.50x) | 1.50x (1.50x) |"
 
 
-def test_the_readme_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    assert readme_table.main(["--check"]) == 0, capsys.readouterr().out
+def test_documents_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert results.main(["--check"]) == 0, capsys.readouterr().out
+    shown = {f"{name}.json" for section in results.SECTIONS for name in section.files}
+    assert shown == {path.name for path in results.RESULTS.glob("*.json")}
 
 
-def test_transformer_block_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("einops")
-    from bench import transformer_block
+def test_wheels_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The new one has a process that was disturbed, which its median leaves out."""
+    taken, path = [], tmp_path / "wheels.json"
 
-    argv = words("--device cpu --B 2 --N 65 --H 3 --D 24 --dtype fp16")
-    assert transformer_block.main(argv) == 0
-    assert "No GPU" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        transformer_block.main(["--N", "0"])
-    with pytest.raises(SystemExit):
-        transformer_block.main(["--D", "257"])
+    def process(folder: Path, host_time: bool) -> compare_wheels.Medians:
+        taken.append(folder.name)
+        slow = folder.name == "new" and len(taken) == 2
+        old = {"a": 1.0, "b": 2.0}
+        return old if folder.name == "old" else {"a": 9.0 if slow else a, "b": b}
 
-
-def test_transformer_block_copies_nothing_around_attention() -> None:
-    pytest.importorskip("einops")
-    from bench import transformer_block
-
-    block = transformer_block.TransformerBlock(3, 16).to(torch.bfloat16)
-    with torch.no_grad():
-        q, k, v = block.project(torch.randn(2, 10, 48, dtype=torch.bfloat16))
-        out, _ = transformer_block.flash_attention(q, k, v)
-    assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-    assert out.transpose(1, 2).is_contiguous()
+    monkeypatch.setattr(compare_wheels, "process", process)
+    for a, b, status in ((1.0, 2.0, 0), (0.9, 1.0, 0), (1.0, 2.03, 1), (0.9, 2.1, 1)):
+        taken.clear()
+        assert compare_wheels.main(["old", "new", "--json", str(path)]) == status
+        assert taken[:4] == ["old", "new", "new", "old"]
+        assert taken.count("old") == taken.count("new") == 7
+        rows = json.loads(path.read_text())["rows"]
+        assert [row["ratio"] for row in rows] == [1.0 / a, 2.0 / b]
 
 
-def test_transformer_block_fails_on_a_wrong_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("einops")
-    from bench import transformer_block
-
-    def wrong(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = transformer_block.naive(q, k, v)
-        return out * 1.1, lse
-
-    monkeypatch.setattr(transformer_block, "flash_attention", wrong)
-    assert transformer_block.main(words("--device cpu --N 64 --H 2 --D 16")) == 1
+def test_a_wheel_is_measured_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "default_device", lambda: CPU)
+    monkeypatch.setitem(SUITES, "train", lambda: [small(dtype="fp16")])
+    medians = compare_wheels.measure(host_time=False)
+    assert list(medians) == [small(dtype="fp16").name] and min(medians.values()) > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

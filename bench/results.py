@@ -1,0 +1,189 @@
+"""Writes what documents say of speed from bench/results/*.json, so that no number is typed by hand:
+bench/RESULTS.md, and in README.md what is between <!-- numbers --> and <!-- end of numbers -->.
+
+    python -m bench.results             # writes both, and the chart (bench/results/train.png)
+    python -m bench.results --readme    # prints README's part
+    python -m bench.results --check     # exit status 1 if one of the two is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import tables
+from bench.environment import REPOSITORY
+
+RESULTS = REPOSITORY / "bench" / "results"
+DOCUMENT = REPOSITORY / "bench" / "RESULTS.md"
+README = REPOSITORY / "README.md"
+PART = re.compile(r"(<!-- numbers -->\n).*(<!-- end of numbers -->)", re.DOTALL)
+CHART = "train.png"
+Result = dict[str, Any]
+
+INTRODUCTION = """\
+# Results
+
+Written by `python -m bench.results` from the files in [results](results). Do not edit.
+
+- All providers of a table ran in one process and took turns. Times are medians of five rounds.
+- Inputs are random normal. The L2 cache is flushed before each call.
+- A causal call with Nq = Nk counts half of the operations of a full one.
+- Compare ratios within a table. Do not compare rates of different machines or days.
+- "to fa2" is the speed of flash_cute as a multiple of SDPA's flash backend, and so for others.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title, a sentence or two, and the files with the table to make of each."""
+
+    title: str
+    text: str
+    files: tuple[str, ...]
+    table: Callable[[Sequence[tables.Row]], str] = tables.speed
+
+
+SECTIONS = (
+    Section(
+        "Training shapes",
+        "bf16, 16384 tokens (B x N), H x D = 2048.",
+        ("train", "train_h100"),
+        tables.lengths,
+    ),
+    Section(
+        "Every head dim",
+        "The same at each head dim that has a tile.",
+        ("tuning", "tuning_h100"),
+    ),
+    Section("fp16 beside bf16", "", ("fp16", "fp16_h100")),
+    Section(
+        "Grouped heads",
+        "Grouped and multi-query heads beside as many heads of K and V, and queries that continue "
+        "a longer context.",
+        ("gqa", "gqa_h100"),
+    ),
+    Section("One prompt", "Few tiles for a large GPU.", ("prefill",)),
+    Section("One long document", "Few heads.", ("doc",)),
+    Section(
+        "Decoding",
+        "One query against a long context, 32 query heads on 8 key heads. `splits=4` is flash_cute "
+        "with the keys in at most 4 splits, whatever it would choose. GB/s count K and V once.",
+        ("decode",),
+    ),
+    Section("All providers", "One shape.", ("peers",)),
+    Section(
+        "Tiles for 99 KB",
+        "GPUs of compute capability 8.6, 8.9 and 12.0 lend a CTA 99 KB of shared memory. Their "
+        "tiles run here on a GPU that has more. They have not been timed on such a GPU.",
+        ("small_smem",),
+        tables.lengths,
+    ),
+    Section("Tiles for 99 KB at every head dim", "", ("small_smem_tuning",)),
+    Section(
+        "Host time",
+        "400 calls in a row, medians of 15 rounds. Nothing is flushed. No input requires grad.",
+        ("host_time",),
+        tables.host_time,
+    ),
+    Section(
+        "Memory",
+        "What a forward takes at its peak beyond its inputs. D 100 needs copies: its rows are no "
+        "multiple of 16 bytes.",
+        ("memory",),
+        tables.memory,
+    ),
+)
+
+
+def load(path: Path) -> Result:
+    result = json.loads(path.read_text())
+    if not isinstance(result, dict) or not {"meta", "rows"} <= result.keys():
+        raise ValueError(f"{path} is no result file: it has no meta and rows")
+    return result
+
+
+def source(result: Result) -> str:
+    meta = result["meta"]
+    driver = f", driver {meta['driver']}" if meta.get("driver") else ""
+    commit = f", commit `{meta['commit'][:10]}`" if meta.get("commit") else ""
+    machine = meta.get("gpu") or "CPU"
+    return f"{machine}{driver}, torch {meta['torch']}{commit}, {meta['date'][:10]}"
+
+
+def document(results: Path = RESULTS) -> str:
+    """bench/RESULTS.md: each section's files, if they are there."""
+    text = INTRODUCTION
+    for section in SECTIONS:
+        text += f"\n## {section.title}\n"
+        text += f"\n{section.text}\n" if section.text else ""
+        for name in section.files:
+            path = results / f"{name}.json"
+            if not path.exists():
+                continue
+            result = load(path)
+            text += f"\n[{name}.json](results/{name}.json): {source(result)}.\n"
+            text += f"\n{section.table(result['rows'])}\n"
+            lines = tables.means(result["rows"])
+            text += "\n" + "\n".join(f"- {line}" for line in lines) + "\n" if lines else ""
+            if (results / f"{name}.png").exists():
+                text += f"\n![Speed by length](results/{name}.png)\n"
+    return text
+
+
+def readme(results: Path = RESULTS) -> str:
+    """README's table: the speed over the training shapes beside each peer, by GPU."""
+    runs = [load(results / f"{name}.json") for name in ("train_h100", "train")]
+    gpus = [run["meta"]["gpu"].removeprefix("NVIDIA ").split()[0] for run in runs]
+    lines = []
+    for peer in tables.COMPARED:
+        known = [tables.ratios(run["rows"], peer).values() for run in runs]
+        cells = [f"{tables.geometric_mean(k):.2f}x ({min(k):.2f}x)" for k in known]
+        lines.append([tables.label(peer), *cells])
+    count = len({row["name"] for row in runs[0]["rows"]})
+    text = tables.grid([f"beside, mean (lowest) of {count} shapes", *gpus], lines)
+    sources = "; ".join(f"{source(run)}" for run in runs)
+    return f"{text}\n\n{sources}.\n\n![Speed beside its peers](bench/results/{CHART})\n"
+
+
+def documents() -> dict[Path, str]:
+    """What the two are to be. A README without the two comments is an error."""
+    before = README.read_text()
+    after, count = PART.subn(lambda match: f"{match[1]}\n{readme()}\n{match[2]}", before)
+    if count != 1:
+        raise ValueError(f"{README} has no <!-- numbers --> ... <!-- end of numbers -->")
+    return {DOCUMENT: document(), README: after}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.results", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--readme", action="store_true", help="print README's part alone")
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
+    args = parser.parse_args(argv)
+    if args.readme:
+        print(readme(), end="")
+        return 0
+    stale = [path for path, text in documents().items()
+             if not path.exists() or path.read_text() != text]  # fmt: skip
+    if args.check:
+        print("".join(f"{path} is not up to date\n" for path in stale) or "up to date\n", end="")
+        return int(bool(stale))
+    for path, text in documents().items():
+        path.write_text(text)
+    from bench.plot import plot
+
+    plot(load(RESULTS / "train.json"), RESULTS / CHART)
+    print(f"wrote {DOCUMENT.name}, the part of {README.name} and {CHART}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
