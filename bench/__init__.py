@@ -1,9 +1,11 @@
 """Benchmarks of flash_cute beside its peers: a library that returns rows, a CLI, a plotter.
 
-python -m bench.run --suite quick
-python -m bench.plot bench/results/train.json
-python -m bench.results
+    python -m bench.run --suite quick                   # measures
+    python -m bench.plot bench/results/train.json       # draws what was saved
+    python -m bench.results                             # writes what documents say of it
+    python -m bench.compare_wheels OLD NEW              # two wheels
 
+Shapes are in cases.py, peers in baselines.py, the clock in harness.py.
 """
 
 import sys
