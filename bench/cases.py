@@ -163,7 +163,7 @@ def layouts() -> Iterator[Case]:
 
 
 def tuning() -> Iterator[Case]:
-    """Every head-dim bucket, short and long, for choosing a row of the tile table."""
+    """Every head-dim bucket, short and long, for choosing an entry of the tile table."""
     for head_dim in (32, 64, 96, 128, 192, 256):
         for length in (512, 4096):
             for causal in (False, True):

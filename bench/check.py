@@ -50,14 +50,14 @@ def check(
         for name, (_, lse) in results.items()
     }
     for entry, rows, keys in pieces(case, limit):
-        part = q[entry, :, rows], k[entry, :, keys], v[entry, :, keys]
+        inputs = q[entry, :, rows], k[entry, :, keys], v[entry, :, keys]
         exact_lse = torch.empty(0)
         if any(lse is None for _, lse in results.values()):
-            exact_lse = reference.attention(*part, case.causal, case.scale)[1]
+            exact_lse = reference.attention(*inputs, case.causal, case.scale)[1]
         for name, (out, lse) in results.items():
             # Who returns no LSE is held to its output alone.
             piece = out[entry, :, rows], exact_lse if lse is None else lse[entry, :, rows]
-            found = tolerance.compare(*piece, *part, case.causal, case.scale)
+            found = tolerance.compare(*piece, *inputs, case.causal, case.scale)
             row = checked[name]
             row["error"] = max(row["error"], found.out_error)
             row["error_bound"] = max(row["error_bound"], found.out_bound)

@@ -4,6 +4,7 @@ tests where no GPU has sm90 kernels beside those of sm80, `full` tests without -
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,11 @@ import pytest
 # found there).
 ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path[:] = [*(entry for entry in sys.path if entry not in ("", ROOT)), ROOT]
+
+# Inductor compiles in this process. Where Triton is installed it would start a worker for each core
+# instead, up to 32, in whose start and end a run can hang (pytorch/pytorch#162199). torch reads it
+# when it is imported.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import support  # noqa: E402
 import torch  # noqa: E402

@@ -4,15 +4,16 @@ its tools, and says which. Inputs come from the host, so that initcheck knows th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 
 import torch
 
-import flash_cute
 from flash_cute import ops
 
-SMALL_SHARED_MEMORY = 101376  # what sm_86, sm_89 and sm_120 lend a block
+#: The tiles of sm_86, sm_89 and sm_120, which lend a CTA 99 KB.
+SMALL_SHARED_MEMORY = "smem_limit=101376"
 
 #: (Hq, Hkv, Nq, Nk, causal): ragged on both sides, one and several key blocks, rows that see no
 #: key; one query, and several, of heads that share tiles.
@@ -25,7 +26,7 @@ SHAPES = [
     (40, 1, 2, 70, False),
 ]
 #: More tiles than a GPU has multiprocessors; with these lengths each tile of sm90 has its turn on
-#: one of 132, whole and in parts.
+#: one of 132, whole and as subtiles.
 LARGE_SHAPES = [
     (280, 140, len_q, 129, is_causal) for len_q in (130, 200) for is_causal in (False, True)
 ]
@@ -34,7 +35,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 def main() -> None:
     torch.manual_seed(0)
-    # initcheck does not see what Hopper's copy engine stores: to it nobody writes `out` of sm90.
+    # initcheck does not see what TMA stores: to it nobody writes `out` of sm90.
     knows_out = sys.argv[1:] != ["initcheck"]
     build = ops.build_info()
     has_sm90 = torch.cuda.get_device_capability()[0] == 9 and "sm_90a" in build["archs"]
@@ -45,29 +46,17 @@ def main() -> None:
         heads, heads_kv, len_q, len_k, is_causal = shape
         q = torch.randn(1, heads, len_q, head_dim).to("cuda", dtype)
         k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", dtype)
-        window_right = 0 if is_causal else -1
-        band = (-1, window_right, len_k - len_q)
-        assert_close(
-            flash_cute.forward(q, k, v, is_causal, -0.1, arch="sm80"),
-            ops.fwd(q, k, v, -0.1, *band, SMALL_SHARED_MEMORY),
-        )
+        call = functools.partial(ops.fwd, q, k, v, window_right=0 if is_causal else -1)
+        sm80 = functools.partial(call, softmax_scale=-0.1)
+        assert_close(sm80(tuning="arch=80"), sm80(tuning=SMALL_SHARED_MEMORY))
         if len_k > 128:  # more than one block
-            assert_close(
-                ops.fwd(q, k, v, -0.1, *band, splits=2),
-                ops.fwd(q, k, v, -0.1, *band, splits=1),
-            )
+            assert_close(sm80(tuning="splits=2"), sm80(tuning="splits=1"))
         if has_sm90 and (knows_out or head_dim % 8 == 0):  # else `out` is copied, so read
-            assert_close(
-                flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm90"),
-                flash_cute.forward(q, k, v, is_causal, 0.1, arch="sm80"),
-                compares_out=knows_out,
-            )
+            sm90 = functools.partial(call, softmax_scale=0.1)
+            assert_close(sm90(tuning="arch=90"), sm90(tuning="arch=80"), knows_out)
             if len_k > 128:
-                assert_close(
-                    ops.fwd(q, k, v, 0.1, *band, arch=90, splits=2),
-                    ops.fwd(q, k, v, 0.1, *band, arch=90, splits=1),
-                    compares_out=knows_out,
-                )
+                splits = (sm90(tuning=f"arch=90,splits={count}") for count in (2, 1))
+                assert_close(*splits, knows_out)
     print("all calls done")
 
 

@@ -17,13 +17,16 @@ import pytest
 
 from flash_cute import ops
 
-#: The members of FwdConfigSm80 and FwdConfigSm90 (csrc/cute_fa2/config.h), in their order, which
-#: is that of the numbers in a kernel's mangled name.
+#: The members of FwdConfigSm80 and FwdConfigSm90 (csrc/cute_fa2/tiles), in their order, which is
+#: that of the numbers in a kernel's mangled name.
 CONFIG = {
-    "sm80": ("head_dim", "block_m", "block_n", "row_warps", "pipelined_qk", "column_warps"),
-    "sm90": ("head_dim", "consumers", "block_n", "stages", "q_stages", "ping_pong"),
+    "sm80": (
+        *("head_dim", "head_dim_v", "block_m", "block_n"),
+        *("row_warps", "pipelined_qk", "column_warps"),
+    ),
+    "sm90": ("head_dim", "head_dim_v", "consumers", "block_n", "stages", "q_stages", "ping_pong"),
 }
-#: Behind the configuration of sm90: whether its output is a split's.
+#: Behind the configuration of sm90: whether the kernel is for split-KV.
 MANGLED = re.compile(r"(sm[89]0)9FwdKernel\S*FwdConfigSm[89]0E((?:L[ib]\d+E)+)E(?:ELb(1)E)?")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9]+)", re.MULTILINE)
 
@@ -68,15 +71,14 @@ class Kernel:
 
 def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
     """Of an entry of the tile table what `Kernel.tile` has of a kernel."""
-    known = {"consumers": entry["block_m"] // 64}
     if entry["arch"] == "sm80":
-        known["row_warps"] = entry["warps"] // entry["column_warps"]
-    return _tile(entry["arch"], {**entry, **known})
+        row_warps = entry["warps"] // entry["column_warps"]
+        return _tile("sm80", {**entry, "row_warps": row_warps, "pipelined_qk": entry["stages"] - 1})
+    return _tile("sm90", {**entry, "consumers": entry["block_m"] // 64})
 
 
 def _tile(arch: str, config: dict[str, Any]) -> tuple[int, ...]:
-    """The table does not tell the two members that are true or false."""
-    return tuple(config[key] for key in CONFIG[arch] if key not in ("pipelined_qk", "ping_pong"))
+    return tuple(config[key] for key in CONFIG[arch])
 
 
 @functools.cache

@@ -85,11 +85,11 @@ def test_every_entry_has_its_kernels(
         tile, served = tile_of(entry), MASKS[entry["mask"]]
         masks[tile] = masks.get(tile, 0) + served if entry["mask"] != "any" else served
     for entry in entries:
-        masks[tile_of(entry)] += entry.get("splits", 0)
+        masks[tile_of(entry)] += entry.get("split_kv", 0)
     expected = {tile: DTYPES * count for tile, count in masks.items()}
     assert Counter(kernel.tile for kernel in kernels) == expected
     split_kv = {kernel.tile for kernel in kernels if kernel.is_split_kv}
-    assert split_kv == {tile_of(entry) for entry in entries if entry.get("splits")}
+    assert split_kv == {tile_of(entry) for entry in entries if entry.get("split_kv")}
     assert {kernel.name for kernel in kernels} <= set(resources)
 
 
