@@ -1,8 +1,8 @@
 """Writes what documents say of speed from bench/results/*.json, so that no number is typed by hand:
-bench/RESULTS.md, and in README.md what is between <!-- numbers --> and <!-- end of numbers -->.
+bench/RESULTS.md, and README.md's table between <!-- numbers:summary --> and <!-- end:summary -->.
 
     python -m bench.results             # writes both, and the chart (bench/results/train.png)
-    python -m bench.results --readme    # prints README's part
+    python -m bench.results --readme    # prints README's table
     python -m bench.results --check     # exit status 1 if one of the two is not up to date
 """
 
@@ -22,7 +22,7 @@ from bench.environment import REPOSITORY
 RESULTS = REPOSITORY / "bench" / "results"
 DOCUMENT = REPOSITORY / "bench" / "RESULTS.md"
 README = REPOSITORY / "README.md"
-PART = re.compile(r"(<!-- numbers -->\n).*(<!-- end of numbers -->)", re.DOTALL)
+PART = re.compile(r"(<!-- numbers:summary -->\n).*(<!-- end:summary -->)", re.DOTALL)
 CHART = "train.png"
 Result = dict[str, Any]
 
@@ -101,6 +101,15 @@ SECTIONS = (
 )
 
 
+#: What README's table sums up: points, whose speed, beside whom, and the files of H100 and H200.
+SUMMARY: tuple[tuple[str, str, tuple[str, ...], tuple[str | None, str | None]], ...] = (
+    ("{} points, N 512 to 16384", "flash_cute", ("fa2", "cudnn"), ("train_h100", "train")),
+    ("{} points, the sm80 kernels", "sm80", ("fa2",), ("train_h100", "train")),
+    ("one prompt, {} points", "flash_cute", ("fa2", "cudnn"), ("prefill", None)),
+    ("decoding, {} points", "flash_cute", ("fa2", "cudnn"), ("decode", None)),
+)
+
+
 def load(path: Path) -> Result:
     result = json.loads(path.read_text())
     if not isinstance(result, dict) or not {"meta", "rows"} <= result.keys():
@@ -137,26 +146,24 @@ def document(results: Path = RESULTS) -> str:
 
 
 def readme(results: Path = RESULTS) -> str:
-    """README's table: the speed over the training shapes beside each peer, by GPU."""
-    runs = [load(results / f"{name}.json") for name in ("train_h100", "train")]
-    gpus = [run["meta"]["gpu"].removeprefix("NVIDIA ").split()[0] for run in runs]
+    """README's table: how many times as fast as its peers, geometric mean and lowest, by GPU."""
     lines = []
-    for peer in tables.COMPARED:
-        known = [tables.ratios(run["rows"], peer).values() for run in runs]
-        cells = [f"{tables.geometric_mean(k):.2f}x ({min(k):.2f}x)" for k in known]
-        lines.append([tables.label(peer), *cells])
-    count = len({row["name"] for row in runs[0]["rows"]})
-    text = tables.grid([f"beside, mean (lowest) of {count} shapes", *gpus], lines)
-    sources = "; ".join(f"{source(run)}" for run in runs)
-    return f"{text}\n\n{sources}.\n\n![Speed beside its peers](bench/results/{CHART})\n"
+    for text, ours, peers, files in SUMMARY:
+        rows = [load(results / f"{name}.json")["rows"] if name else [] for name in files]
+        for peer in peers:
+            known = [tables.ratios(of_gpu, peer, ours).values() for of_gpu in rows]
+            cells = [f"{tables.geometric_mean(k):.2f} ({min(k):.2f})" if k else "-" for k in known]
+            points = text.format(max(map(len, known)))
+            lines.append([f"{points}, beside {tables.label(peer)}", *cells])
+    return tables.grid(["", "H100", "H200"], lines)
 
 
 def documents() -> dict[Path, str]:
-    """What the two are to be. A README without the two comments is an error."""
+    """What the two are to be. A README without the comments is an error."""
     before = README.read_text()
-    after, count = PART.subn(lambda match: f"{match[1]}\n{readme()}\n{match[2]}", before)
+    after, count = PART.subn(lambda match: f"{match[1]}\n{readme()}\n\n{match[2]}", before)
     if count != 1:
-        raise ValueError(f"{README} has no <!-- numbers --> ... <!-- end of numbers -->")
+        raise ValueError(f"{README} has no <!-- numbers:summary --> ... <!-- end:summary -->")
     return {DOCUMENT: document(), README: after}
 
 
@@ -165,11 +172,11 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.results", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--readme", action="store_true", help="print README's part alone")
+    parser.add_argument("--readme", action="store_true", help="print README's table alone")
     parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
     args = parser.parse_args(argv)
     if args.readme:
-        print(readme(), end="")
+        print(readme())
         return 0
     stale = [path for path, text in documents().items()
              if not path.exists() or path.read_text() != text]  # fmt: skip
@@ -181,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     from bench.plot import plot
 
     plot(load(RESULTS / "train.json"), RESULTS / CHART)
-    print(f"wrote {DOCUMENT.name}, the part of {README.name} and {CHART}")
+    print(f"wrote {DOCUMENT.name}, the table of {README.name} and {CHART}")
     return 0
 
 
