@@ -1,10 +1,8 @@
-"""The README's recipe for Hugging Face's transformers, in small models with random weights."""
+"""examples/transformers_adapter.py, in small models with random weights."""
 
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,72 +14,116 @@ import flash_cute
 
 transformers = pytest.importorskip("transformers")
 
-README = Path(__file__).parent.parent / "README.md"
-VOCABULARY = 100
+from examples import transformers_adapter  # noqa: E402
+
+LENGTH = 17
 SIZES = {
     "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128,
 }  # fmt: skip
-DECODER = {**SIZES, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2}
-SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-MOE = {"num_local_experts": 2, "num_experts_per_tok": 1}
-CONFIGS = {
+TEXT = {
+    **SIZES, "vocab_size": 100, "initializer_range": 0.2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+DECODER = {**TEXT, "num_key_value_heads": 2}
+TWO_STACKS = {
+    "vocab_size": 100, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128, "max_position_embeddings": 64, "init_std": 0.2,
+}  # fmt: skip
+CAUSAL = {
     "llama": transformers.LlamaConfig(**DECODER),
-    "mistral": transformers.MistralConfig(**DECODER, sliding_window=8),
+    "mistral": transformers.MistralConfig(**DECODER, sliding_window=LENGTH),  # as long as the text
     # A scale that is not 1/sqrt(D).
-    "granite": transformers.GraniteConfig(**DECODER, **SPECIAL_TOKENS, attention_multiplier=1.0),
+    "granite": transformers.GraniteConfig(**DECODER, attention_multiplier=1.0),
+    # The mask of a window that no layer uses.
+    "qwen2_moe": transformers.Qwen2MoeConfig(**DECODER, mlp_only_layers=[0, 1]),
     # Heads of 21.
-    "gpt2": transformers.GPT2Config(n_embd=63, n_head=3, n_layer=2, vocab_size=VOCABULARY),
-    # No causal mask; one that the call alone knows of.
-    "vit": transformers.ViTConfig(**SIZES, image_size=32, patch_size=4),
-    "clip": transformers.CLIPTextConfig(**SIZES, **SPECIAL_TOKENS, vocab_size=VOCABULARY),
+    "gpt2": transformers.GPT2Config(n_embd=63, n_head=3, n_layer=2, initializer_range=0.2),
+    "clip": transformers.CLIPTextConfig(**TEXT),
     # Within and across sequences.
-    "bart": transformers.BartConfig(
-        vocab_size=VOCABULARY, d_model=64, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
-        decoder_ffn_dim=128,
+    "bart": transformers.BartConfig(**TWO_STACKS),
+    # Decoders with is_causal = False.
+    "pegasus_x": transformers.PegasusXConfig(**TWO_STACKS),
+    "nllb_moe": transformers.NllbMoeConfig(**TWO_STACKS),
+    "bigbird_pegasus": transformers.BigBirdPegasusConfig(**TWO_STACKS),
+}
+FULL = {
+    "vit": transformers.ViTConfig(**SIZES, image_size=32, patch_size=4),
+    "bert": transformers.BertConfig(**TEXT),
+    # Its modules have is_causal = True.
+    "llama, not causal": transformers.LlamaConfig(**DECODER, is_causal=False),
+}
+#: Calls of flash_cute in a forward, where that is not one for each of two layers. Decoders that
+#: attend to an encoder have two a layer; the encoder of PegasusX has an attention of its own.
+CALLS = {"bart": 6, "nllb_moe": 6, "pegasus_x": 4}
+#: The model, further inputs, and what the adapter says that it does not serve.
+OWN = "models that read their mask, such as those with an attention of their own"
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "padding": (
+        CAUSAL["llama"], {"attention_mask": (torch.arange(2 * LENGTH) > 2).view(2, -1)}, "padding",
     ),
-    # What the recipe has to refuse: soft-capping, sinks, biases.
-    "gemma2": transformers.Gemma2Config(**DECODER, head_dim=16),
-    "gpt_oss": transformers.GptOssConfig(**DECODER, **MOE, head_dim=16),
-    "conformer": transformers.Wav2Vec2ConformerConfig(
-        **SIZES, conv_dim=[8], conv_kernel=[4], conv_stride=[4], num_feat_extract_layers=1,
-        num_conv_pos_embedding_groups=4, position_embeddings_type="relative",
+    "packed sequences": (
+        CAUSAL["llama"], {"position_ids": torch.arange(LENGTH)[None] % 8, "use_cache": False},
+        "packed sequences",
+    ),
+    "lengths": (CAUSAL["llama"], {"cu_seq_lens_q": torch.tensor([0, 5, 17])}, "cu_seq_lens_q"),
+    "a tensor": (CAUSAL["llama"], {"attention_mask": torch.zeros(2, 1, 17, 17)}, "masks that are"),
+    "a window": (transformers.MistralConfig(**DECODER, sliding_window=16), {}, "sequences longer"),
+    "soft-capping": (transformers.Gemma2Config(**DECODER, head_dim=16), {}, "softcap"),
+    "sinks": (
+        transformers.GptOssConfig(
+            **DECODER, head_dim=16, num_local_experts=2, num_experts_per_tok=1
+        ), {}, "s_aux",
+    ),
+    "position biases": (
+        transformers.Wav2Vec2ConformerConfig(
+            **SIZES, conv_dim=[8], conv_kernel=[4], conv_stride=[4], num_feat_extract_layers=1,
+            num_conv_pos_embedding_groups=4, position_embeddings_type="relative",
+        ), {}, "position_bias",
+    ),
+    "git": (transformers.GitConfig(**TEXT, vision_config={**SIZES, "image_size": 32}), {}, OWN),
+    "bloom": (transformers.BloomConfig(hidden_size=64, n_head=4, n_layer=2), {}, OWN),
+    "bigbird_pegasus": (transformers.BigBirdPegasusConfig(**TWO_STACKS), {}, OWN),  # its encoder
+    "nllb_moe": (  # its router
+        transformers.NllbMoeConfig(**TWO_STACKS, num_experts=2, decoder_sparse_step=2), {}, OWN,
     ),
 }  # fmt: skip
-SERVED = ["llama", "mistral", "granite", "gpt2", "vit", "clip", "bart"]
 
 
-def use_recipe(model: transformers.PreTrainedModel) -> None:
-    """What the README says, word for word."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (recipe,) = (block for block in blocks if "AttentionInterface" in block)
-    exec(recipe, {"flash_cute": flash_cute, "model": model})
+@pytest.fixture(autouse=True, scope="module")
+def register() -> None:
+    transformers_adapter.register()
 
 
 def make_model(
-    name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> transformers.PreTrainedModel:
+    config: Any, device: str = "cpu", dtype: torch.dtype = torch.float32, auto: str = "AutoModel"
+) -> Any:
     torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(CONFIGS[name], attn_implementation="eager")
+    auto = "AutoModelForCausalLM" if config is CAUSAL["bigbird_pegasus"] else auto
+    config = copy.deepcopy(config)
+    model = getattr(transformers, auto).from_config(config, attn_implementation="eager")
     return model.to(device, dtype).eval()
 
 
-def make_inputs(
-    name: str, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    generator = torch.Generator(device).manual_seed(1)
-    if name == "vit":
-        pixels = torch.randn(2, 3, 32, 32, device=device, generator=generator)
-        return {"pixel_values": pixels.to(dtype)}
-    if name == "conformer":
-        return {"input_values": torch.randn(2, 80, device=device, generator=generator).to(dtype)}
-    return {"input_ids": torch.randint(3, VOCABULARY, (2, 7), device=device, generator=generator)}
+def make_inputs(model: Any, changed: slice | None = None) -> dict[str, Tensor]:
+    """The same for every model of a kind, but for tokens that are `changed`."""
+    generator = torch.Generator().manual_seed(1)
+    name = model.main_input_name
+    if name != "input_ids":
+        shape = (2, 3, 32, 32) if name == "pixel_values" else (2, 80)
+        return {name: torch.randn(shape, generator=generator).to(model.device, model.dtype)}
+    ids = torch.randint(3, 90, (2, LENGTH), generator=generator).to(model.device)
+    tokens = ids.clone()
+    if changed is not None:
+        tokens[:, changed] += 1
+    has_two_stacks = hasattr(model, "encoder") and hasattr(model, "decoder")
+    return {"input_ids": ids, "decoder_input_ids": tokens} if has_two_stacks else {name: tokens}
 
 
 class Expected:
     """A model's output with transformers' own attention, in its dtype and in fp64."""
 
-    def __init__(self, model: transformers.PreTrainedModel, inputs: dict[str, Tensor]) -> None:
+    def __init__(self, model: Any, inputs: dict[str, Tensor]) -> None:
         in_fp64 = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
         self.eager = model(**inputs)[0]
         self.exact = copy.deepcopy(model).double()(**in_fp64)[0]
@@ -95,79 +137,61 @@ class Expected:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*CAUSAL, *FULL])
 @pytest.mark.parametrize("device, dtype", ONE_BACKEND_EACH)
 def test_models(device, dtype, name, monkeypatch):
-    model = make_model(name, device, dtype)
-    inputs = make_inputs(name, device, dtype)
+    model = make_model({**CAUSAL, **FULL}[name], device, dtype)
+    inputs = make_inputs(model)
     expected = Expected(model, inputs)
-    use_recipe(model)
+    model.set_attn_implementation("cute_fa")
     calls = []
     forward = flash_cute.forward
     monkeypatch.setattr(flash_cute, "forward", lambda *args: calls.append(args) or forward(*args))
-    expected.check(model(**inputs)[0])
-    assert len(calls) == (6 if name == "bart" else 2)  # its decoder's layers attend twice
+    out = model(**inputs)[0]
+    expected.check(out)
+    assert len(calls) == CALLS.get(name, 2)
+    if name in CAUSAL:
+        moved = (model(**make_inputs(model, slice(5, 9)))[0] - out).abs().amax((0, 2))
+        assert moved[:5].max() < 1e-5 and moved[5:].min() > 1e-3
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("device, dtype", ONE_BACKEND_EACH)
 def test_generation_with_a_cache(device, dtype):
-    """One query after another, against keys of the ones before."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        CONFIGS["llama"], attn_implementation="eager"
-    )
-    model = model.to(device, dtype).eval()
-    prompt = make_inputs("llama", device, dtype)["input_ids"]
-    generate: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    """Queries against the keys of those before: a chunk of them, then one after another."""
+    model = make_model(CAUSAL["llama"], device, dtype, "AutoModelForCausalLM")
+    prompt = make_inputs(model)["input_ids"]
+    generate: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     tokens = model.generate(prompt, **generate)
     expected = Expected(model, {"input_ids": tokens})
-    use_recipe(model)
-    cache = model(prompt, use_cache=True).past_key_values
-    for i in range(prompt.shape[1], tokens.shape[1]):
-        step = slice(i, i + 1)
-        output = model(tokens[:, step], past_key_values=cache, use_cache=True)
-        expected.check(output.logits, step)
+    model.set_attn_implementation("cute_fa")
+    for cache in (None, transformers.StaticCache(config=model.config, max_cache_len=64)):
+        for start, end in ((0, 10), (10, 18), (18, 19), (19, 20)):
+            output = model(tokens[:, start:end], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            expected.check(output.logits, slice(start, end))
     if dtype == torch.float32:  # in which no two tokens are as likely
         assert torch.equal(model.generate(prompt, **generate), tokens)
 
 
 @torch.no_grad()
-def test_a_static_cache_that_is_not_full():
-    model, inputs = make_model("llama"), make_inputs("llama")
-    expected = Expected(model, inputs)
-    use_recipe(model)
-    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    expected.check(model(**inputs, past_key_values=cache)[0])
-
-
-PADDING = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
-REFUSED = {
-    "padding": ("llama", {"attention_mask": PADDING}),
-    "a window": ("mistral", {"input_ids": torch.arange(2 * 20).view(2, 20)}),
-    "soft-capping": ("gemma2", {}),
-    "sinks": ("gpt_oss", {}),
-    "position biases": ("conformer", {}),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_served_is_refused(what):
-    name, changes = REFUSED[what]
-    model = make_model(name)
-    use_recipe(model)
-    with pytest.raises(ValueError, match="flash_cute takes no masks or dropout, nor any of"):
-        model(**{**make_inputs(name), **changes})
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused(name):
+    config, inputs, what = REFUSED[name]
+    model = make_model(config)
+    # As from_config does; set_attn_implementation leaves BLOOM as it is.
+    model.config._attn_implementation = "cute_fa"
+    with pytest.raises(ValueError, match=f"cute_fa does not serve {what}.*: use"):
+        model(**{**make_inputs(model), **inputs})
 
 
 @torch.no_grad()
 def test_dropout_is_refused():
-    model = make_model("bart").train()
-    use_recipe(model)
-    model(**make_inputs("bart"))  # has none by default
+    model = make_model(CAUSAL["bart"]).train()
+    model.set_attn_implementation("cute_fa")
+    model(**make_inputs(model))  # has none by default
     for module in model.modules():
         if type(module).__name__ == "BartAttention":
             module.dropout = 0.1
-    with pytest.raises(ValueError, match="flash_cute takes no masks or dropout"):
-        model(**make_inputs("bart"))
+    with pytest.raises(ValueError, match="cute_fa does not serve dropout"):
+        model(**make_inputs(model))
