@@ -44,7 +44,7 @@ class Mask:
     unserved: str = ""  # what a layer that gets this mask refuses: some models make masks in vain
 
     def _read(*_):
-        refuse("models that read their mask, such as those with an attention of their own")
+        refuse("code that reads its mask: a model's own attention, generate() with a static cache")
 
     __getattr__ = __getitem__ = _read
     __torch_function__ = classmethod(_read)

@@ -57,7 +57,7 @@ FULL = {
 #: attend to an encoder have two a layer; the encoder of PegasusX has an attention of its own.
 CALLS = {"bart": 6, "nllb_moe": 6, "pegasus_x": 4}
 #: The model, further inputs, and what the adapter says that it does not serve.
-OWN = "models that read their mask, such as those with an attention of their own"
+OWN = "code that reads its mask"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "padding": (
         CAUSAL["llama"], {"attention_mask": (torch.arange(2 * LENGTH) > 2).view(2, -1)}, "padding",
@@ -172,6 +172,8 @@ def test_generation_with_a_cache(device, dtype):
             expected.check(output.logits, slice(start, end))
     if dtype == torch.float32:  # in which no two tokens are as likely
         assert torch.equal(model.generate(prompt, **generate), tokens)
+    with pytest.raises(ValueError, match=OWN):
+        model.generate(prompt, cache_implementation="static", **generate)
 
 
 @torch.no_grad()
