@@ -39,6 +39,10 @@ struct QuadAllreduce {
   }
 };
 
+// What OnlineSoftmax::update_limits has done; kNone is the same for all threads that vote together.
+// Exact rows end in kExact in every block.
+enum class LimitUpdate { kNone, kLimits, kExact };
+
 // The running statistics of kRows rows. The limit is that of the whole row; the sum is that of the
 // thread's own columns until `normalize`.
 //
@@ -46,16 +50,11 @@ struct QuadAllreduce {
 //   may_exceed     whether one of this thread's scores may exceed its row's limit. Can be asked
 //                  before a mask, which only lowers scores.
 //   update_limits  raises the limits that are exceeded, and subtracts them from exact rows.
-//   rescale        multiplies `out`, the weighted sum of V so far, where limits have changed. Can
-//   be
-//                  left out while `out` is 0.
+//   rescale        multiplies `out`, the weighted sum of V so far, where limits have changed. Not
+//                  needed while `out` is 0.
 //   apply_exp2     replaces the scores that update_limits has had by their weights.
 // `scores` and `out` are matrices of (rows, columns). Their rows are all kRows, or consecutive ones
 // from kFirstRow on; the statistics of the others stay as they are.
-// What update_limits has done; kNone is the same for all threads that vote together. Exact rows end
-// in kExact in every block.
-enum class LimitUpdate { kNone, kLimits, kExact };
-
 template <int kRows_>
 class OnlineSoftmax {
  public:
