@@ -3,12 +3,14 @@
 
 #include <cute/config.hpp>
 
+#include "host/params.h"
+
 namespace flash_cute {
 
 struct NoScoreMod {
-  // `scores`: a matrix of a thread's (rows, columns).
+  // `scores`: a thread's of the tile that begins at (row0, key0), as a matrix of (rows, columns).
   template <class Scores>
-  static CUTE_DEVICE void apply(Scores&) {}
+  static CUTE_DEVICE void apply(const FwdParams&, Scores& /*scores*/, int /*row0*/, int /*key0*/) {}
 };
 
 }  // namespace flash_cute

@@ -235,7 +235,7 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
       .add("split_keys", plan.splits.count > 1 ? plan.splits.keys : params.len_k)
       .add("scheduler", name_of(schedule.policy))
       .add("head_group", schedule.order.head_group)
-      .add("tail_tiles", schedule.tail.tail_tiles)
+      .add("tail_tiles", schedule.tail.subtiles > 1 ? schedule.tail.tail_tiles : 0)
       .add("subtiles", schedule.tail.subtiles)
       .add("ctas", schedule.ctas)
       .add("waves", schedule.tail.work_tiles() / at_once)

@@ -7,7 +7,7 @@
 
 namespace flash_cute {
 
-// The scale in parts, so that the main loop only meets a positive, finite factor.
+// Sign and size apart: the main loop only meets a positive, finite factor.
 struct SoftmaxScale {
   // Weights up to 2^8 lose nothing: fp16 reaches to 2^16, and sums are in fp32.
   static constexpr float kSlackLog2 = 8.f;

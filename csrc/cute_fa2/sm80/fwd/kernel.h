@@ -4,7 +4,6 @@
 
 #include <type_traits>
 
-#include "common/kv_source.h"
 #include "common/mask.h"
 #include "common/pack_gqa.h"
 #include "common/platform.h"
@@ -14,6 +13,7 @@
 #include "sm80/fwd/mainloop.h"
 #include "sm80/fwd/mainloop_pipelined.h"
 #include "sm80/fwd/traits.h"
+#include "sm80/kv_source.h"
 #include "sm80/row_allreduce.h"
 
 namespace flash_cute::sm80 {

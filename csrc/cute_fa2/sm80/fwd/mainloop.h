@@ -110,8 +110,9 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     auto scores = as_matrix(tSrS);             // (rows, columns)
     auto tOrO_step = select_rows<Rows>(tOrO);  // (4, MMA_M, Dv / 8)
     auto out = as_matrix(tOrO_step);           // (rows, columns)
-    Traits::ScoreMod::apply(scores);
-    this->template apply_mask<kStepM>(row0_ + Rows::kFirst * kMmaRows, n_block * kBlockN, scores);
+    const int row0 = row0_ + Rows::kFirst * kMmaRows, key0 = n_block * kBlockN;
+    Traits::ScoreMod::apply(arguments_.params, scores, row0, key0);
+    this->template apply_mask<kStepM>(row0, key0, scores);
     const bool is_first = !has_previous(n_block);
     const LimitUpdate update = softmax_.template update_limits<Rows::kFirstRow>(
         scores, softmax_.template may_exceed<Rows::kFirstRow>(scores), is_first,

@@ -146,7 +146,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     if constexpr (kHasNext) {
       auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
       auto next_scores = as_matrix(tSrS_next);                           // (rows, columns)
-      Traits::ScoreMod::apply(next_scores);
+      Traits::ScoreMod::apply(arguments_.params, next_scores,
+                              row0_ + NextRows<Rows>::kFirst * kMmaRows, (n_block - 1) * kBlockN);
       fragments.may_exceed = softmax_.may_exceed(next_scores);
     }
   }

@@ -120,11 +120,11 @@ struct FwdEpilogue {
     }
   }
 
-  // Waits until TMA has read all but the newest kStripVsReading boxes of this warp. The first lane
+  // Waits until TMA has read all but the newest kStripsReading boxes of this warp. The first lane
   // has issued them and waits. After sync_warp all lanes may write there again.
-  template <int kStripVsReading>
+  template <int kStripsReading>
   static CUTE_DEVICE void wait_until_read() {
-    if (hopper::is_first_lane()) hopper::tma_store_wait<kStripVsReading>();
+    if (hopper::is_first_lane()) hopper::tma_store_wait<kStripsReading>();
     hopper::sync_warp();
   }
 };

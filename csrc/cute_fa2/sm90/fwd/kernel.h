@@ -8,11 +8,11 @@
 #include "sm90/fwd/arguments.h"
 #include "sm90/fwd/epilogue.h"
 #include "sm90/fwd/mainloop.h"
+#include "sm90/fwd/pipeline.h"
 #include "sm90/fwd/producer.h"
 #include "sm90/fwd/traits.h"
 #include "sm90/hopper.h"
 #include "sm90/kv_source.h"
-#include "sm90/pipeline.h"
 #include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {

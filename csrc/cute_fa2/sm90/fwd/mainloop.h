@@ -11,8 +11,8 @@
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "sm90/fwd/arguments.h"
+#include "sm90/fwd/pipeline.h"
 #include "sm90/hopper.h"
-#include "sm90/pipeline.h"
 #include "sm90/shared_operand.h"
 #include "sm90/tile_scheduler.h"
 
@@ -160,7 +160,7 @@ class FwdMainloop {
     clear(tOrO);
     softmax.start();
     const int first_block = work.blocks.end - 1;
-    Traits::ScoreMod::apply(scores);
+    Traits::ScoreMod::apply(arguments_.params, scores, work.row0, first_block * kBlockN);
     apply_mask(first_block);
     softmax.update_limits(scores, true, true);
     auto bounds = softmax.bounds();
@@ -186,7 +186,7 @@ class FwdMainloop {
       gemm_pv(tSrP, tOrO);
       scheduler_barrier_arrive();
       wait_for_scores<1>(tSrS);
-      Traits::ScoreMod::apply(scores);
+      Traits::ScoreMod::apply(arguments_.params, scores, work.row0, (n_block - 1) * kBlockN);
       // Without a mask only the last keys may be cut off, and they come first.
       if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
       if (platform::any_in_warp(softmax.may_exceed(scores, bounds)) &&

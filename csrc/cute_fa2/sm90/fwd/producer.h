@@ -8,9 +8,9 @@
 #include "common/mask.h"
 #include "common/sequence.h"
 #include "sm90/fwd/arguments.h"
+#include "sm90/fwd/pipeline.h"
 #include "sm90/hopper.h"
 #include "sm90/kv_source.h"
-#include "sm90/pipeline.h"
 #include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {

@@ -8,7 +8,7 @@
 #include "common/sequence.h"
 #include "host/params.h"
 
-namespace flash_cute {
+namespace flash_cute::sm80 {
 
 // This thread's share of the copy of a tile. What lies outside the sequence or the head dim becomes
 // zeros.
@@ -99,4 +99,4 @@ class TileLoader {
   int columns_;
 };
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm80

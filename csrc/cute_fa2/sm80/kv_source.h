@@ -3,12 +3,12 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/copy.h"
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "host/params.h"
+#include "sm80/copy.h"
 
-namespace flash_cute {
+namespace flash_cute::sm80 {
 
 // What a source keeps in registers through the loop, so that it computes less in each step.
 enum class KeptAddresses {
@@ -90,4 +90,4 @@ class DenseKV {
   const Element* v_;  // likewise
 };
 
-}  // namespace flash_cute
+}  // namespace flash_cute::sm80

@@ -1,0 +1,60 @@
+// The pipelines of shared-memory stages through which the forward's producer hands tiles to the
+// consumers: their barriers, and what both sides have to agree on.
+#pragma once
+
+#include "common/mask.h"
+#include "common/sequence.h"
+#include "sm90/fwd/arguments.h"
+#include "sm90/hopper.h"
+#include "sm90/pipeline.h"
+#include "sm90/tile_scheduler.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits, MaskKind kMask>
+struct Pipeline {
+  using SharedMemory = typename Traits::SharedMemory;
+  using KVState = PipelineState<Traits::kStages>;
+  using QState = PipelineState<Traits::kQStages>;
+  static constexpr WorkTile kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
+
+  static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
+    constexpr int kWarps = hopper::kWarpgroup / 32;
+    for (int stage = 0; stage < Traits::kQStages; ++stage) {
+      for (int i = 0; i < Traits::kConsumers; ++i) {
+        smem.q_full[stage][i].init(1);  // the producer, and the bytes that it expects
+        smem.q_empty[stage][i].init(hopper::kWarpgroup);  // each thread of the consumer
+      }
+    }
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      smem.k_full[stage].init(1);
+      smem.v_full[stage].init(1);
+      smem.k_empty[stage].init(Traits::kConsumers * kWarps);
+      smem.v_empty[stage].init(Traits::kConsumers * kWarps);
+    }
+  }
+
+  // The sequence of a tile, with the keys of its split.
+  static CUTE_DEVICE Sequence sequence(const Arguments& arguments, WorkTile tile) {
+    const FwdParams& params = arguments.params;
+    if constexpr (Traits::kSplitKV) {
+      return Sequence(params, arguments.scheduler.sequence(tile), arguments.scheduler.split(tile));
+    } else {
+      return Sequence(params, tile.batch);
+    }
+  }
+
+  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, WorkTile tile) {
+    return {arguments.params, sequence(arguments, tile), arguments.pack_gqa};
+  }
+
+  // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
+  // there is none. So there is always a block to work on.
+  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, WorkTile tile) {
+    const BlockRange blocks =
+        mask(arguments, tile).visible_blocks(tile.row0, tile.row_end, Traits::kBlockN);
+    return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};
+  }
+};
+
+}  // namespace flash_cute::sm90
