@@ -109,7 +109,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tSrQ = select_rows<Rows>(fragments.tSrQ);      // (8, MMA_M, D / 16)
     warp_gemm<LoadK>(TiledMma{}, thread, tSrQ, [](int) {}, fragments.tSrK, sK(n_block), tSrS);
     auto scores = as_matrix(tSrS);  // (rows, columns)
-    Traits::ScoreMod::apply(scores);
+    Traits::ScoreMod::apply(arguments_.params, scores, row0_ + Rows::kFirst * kMmaRows,
+                            n_block * kBlockN);
   }
 
   // One key block; with kHasNext also S of the next.
