@@ -98,8 +98,9 @@ class OnlineSoftmax {
     Subtrahends result;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      result.subtrahend[r] = update == LimitUpdate::kExact ? policy_.subtrahend(limit_[r])
-                                                           : policy_.reference(limit_[r]);
+      // As a select: with a branch ptxas spills at head dim 128.
+      const bool is_exact = update == LimitUpdate::kExact && policy_.is_exact(limit_[r]);
+      result.subtrahend[r] = is_exact ? -SoftmaxScale::kSlackLog2 : policy_.reference(limit_[r]);
     }
     return result;
   }
