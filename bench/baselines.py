@@ -97,33 +97,6 @@ def _sdpa(name: str, about: str, backend: SDPBackend, head_dim_limit: int = 0) -
     return Provider(name, about, _bind_sdpa, why_not, lambda: sdpa_kernel(backend))
 
 
-# -- the plain formula ---------------------------------------------------------------------------
-
-
-def naive_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula step by step in the input's dtype, with the whole score matrix in memory."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = (q * scale) @ k.mT
-    if causal:
-        q_len, kv_len = scores.shape[-2:]
-        visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
-        scores.masked_fill_(~visible.tril_(kv_len - q_len), float("-inf"))
-    scores = scores.float()
-    lse = scores.logsumexp(-1)
-    # A row that sees no key has weights of 0, not NaN.
-    weights = scores.softmax(-1).masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
-    return weights.to(q.dtype) @ v, lse
-
-
-def _bind_naive(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-    # Without its LSE: from scores rounded to the input's dtype it is no LSE to hold to.
-    return lambda: (naive_attention(q, k, v, case.causal, case.scale)[0], None)
-
-
 # -- compiled FlexAttention ----------------------------------------------------------------------
 
 
@@ -178,7 +151,6 @@ PROVIDERS = {
         _sdpa("math", "torch SDPA, math backend", SDPBackend.MATH),
         Provider("flex", "compiled FlexAttention", _bind_flex),
         Provider("triton", "bench/triton_attention.py", _bind_triton, _triton_why_not),
-        Provider("naive", "the formula in the input's dtype", _bind_naive),
     )
 }
 

@@ -24,7 +24,6 @@ COLOURS = {
     "flex": "#e69f00",
     "triton": "#56b4e9",
     "math": "#7f7f7f",
-    "naive": "#b0b0b0",
 }
 
 

@@ -155,7 +155,7 @@ def readme(results: Path = RESULTS) -> str:
             cells = [f"{tables.geometric_mean(k):.2f} ({min(k):.2f})" if k else "-" for k in known]
             points = text.format(max(map(len, known)))
             lines.append([f"{points}, beside {tables.label(peer)}", *cells])
-    return tables.grid(["", "H100", "H200"], lines)
+    return tables.grid(["bf16", "H100", "H200"], lines)
 
 
 def documents() -> dict[Path, str]:

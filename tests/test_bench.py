@@ -91,9 +91,9 @@ def test_pieces_cover_a_case_and_change_nothing(case: Case) -> None:
     assert (covered == 1).all()
 
     tensors = make_inputs(case, CPU)
-    out, _ = baselines.naive_attention(*tensors, case.causal, case.scale)
-    pieced = check.check(case, *tensors, {"naive": (out, None)}, limit=400)["naive"]
-    whole = check.check(case, *tensors, {"naive": (out, None)})["naive"]
+    results = {"rounded": (reference.attention(*tensors, case.causal)[0].to(torch.bfloat16), None)}
+    pieced = check.check(case, *tensors, results, limit=400)["rounded"]
+    whole = check.check(case, *tensors, results)["rounded"]
     assert pieced["correct"] and whole["correct"] and whole["lse_error"] is None
     assert pieced["error"] == pytest.approx(whole["error"]) != 0
 
@@ -112,10 +112,10 @@ def test_check_finds_wrong_results() -> None:
 
 
 def test_rows() -> None:
-    providers = [PROVIDERS[name] for name in ("flash_cute", "fa2", "triton", "naive")]
+    providers = [PROVIDERS[name] for name in ("flash_cute", "fa2", "triton", "math")]
     rows = {row["provider"]: row for row in harness.measure(small(), providers, FAST)}
     assert rows["triton"]["status"] == "skipped" and rows["triton"]["note"]
-    for name in ("flash_cute", "fa2", "naive"):
+    for name in ("flash_cute", "fa2", "math"):
         row = rows[name]
         assert row["status"] == "ok" and row["correct"], row
         assert row["ms"] >= row["ms_min"] > 0 and len(row["round_ms"]) == 2 and row["iters"] == 2
