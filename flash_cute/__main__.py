@@ -1,5 +1,5 @@
 """`python -m flash_cute`: what serves this machine, and whether its results are right. Exit status
-0 only if all are.
+0 only if all are. `python -m flash_cute plan`: which kernel a call would run (plan.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import torch
 
 import flash_cute
-from flash_cute import ops, tolerance
+from flash_cute import ops, plan, tolerance
 from flash_cute.checks import CPU_DTYPES, GPU_DTYPES, why_not
 
 #: Shapes of the check: ragged lengths, grouped heads.
@@ -21,7 +21,14 @@ LENGTHS = {"cuda": (1000, 1029), "cpu": (200, 229)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m flash_cute", description=__doc__)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["plan"]:
+        return plan.main(argv[1:])
+    return check(argv[1:] if argv[:1] == ["check"] else argv)
+
+
+def check(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m flash_cute [check]", description=__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
         "--device",
@@ -38,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, text in _description(device):
         print(f"{name:14} {text}")
     print()
-    if (refusal := why_not(device, torch.float16)) is not None:
-        print(f"Not served: {refusal[1]}")
+    if (reason := why_not(device, torch.float16)) is not None:
+        print(f"Not served: {reason[1]}")
         return 1
     return 0 if _check(device) else 1
 
@@ -74,14 +81,14 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
     smem: int = props.shared_memory_per_block_optin  # type: ignore[attr-defined, unused-ignore]
     rows += [
         ("device", f"{props.name}, compute capability {props.major}.{props.minor}"),
-        ("shared memory", f"{smem / 1024:.0f} KB for a thread block"),
+        ("shared memory", f"{smem / 1024:.0f} KB for a CTA"),
     ]
     tiles = ops.tiles_for(smem)
     if props.major == 9:
-        # These come before those of sm80. Of several for a head dim, the call decides (config.h).
+        # These come before those of sm80. Of several for a head dim, the call decides.
         tiles = [tile for tile in build["tiles"] if tile["arch"] == "sm90"] + tiles
     for tile in tiles:
-        mask = {"any": "", "none": " (keys in parts)"}.get(tile["mask"], f" ({tile['mask']})")
+        mask = {"any": "", "none": " (split-KV)"}.get(tile["mask"], f" ({tile['mask']})")
         rows.append(
             (
                 f"D <= {tile['head_dim']}",

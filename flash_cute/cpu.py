@@ -36,30 +36,27 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float,
+    *,
+    softmax_scale: float | None = None,
     window_left: int = -1,
     window_right: int = -1,
-    diagonal_offset: int | None = 0,
-    smem_limit: int = 0,
-    arch: int = 0,
-    splits: int = 0,
+    diagonal_offset: int | None = None,
+    tuning: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) for q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D); the mask is that of
-    `reference.visible_keys`, where None stands for the offset Nk - Nq.
+    """The op's function: (out, lse) for q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D).
 
-    `smem_limit`, `arch` and `splits` concern GPUs alone and are ignored.
+    The mask is that of `reference.visible_keys`. `tuning` concerns GPUs alone and is ignored.
     """
-    # Again, as in the CUDA op: traced programs come here with whatever they are given.
-    if checks.op_arguments(q, k, v, False, softmax_scale) is None:
-        checks.refuse(q, k, v, False, softmax_scale)
+    if (error := checks.refusal(q, k, v, False, softmax_scale)) is not None:
+        raise error  # as the CUDA op: traced programs come here with whatever they are given
     out = torch.empty_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=torch.float32)
     batch, heads_q, len_q, head_dim = q.shape
     heads_kv, len_k = k.shape[1:3]
     if out.numel() == 0 or len_k == 0:
         return out.zero_(), lse
-    if diagonal_offset is None:
-        diagonal_offset = len_k - len_q
+    softmax_scale = reference.scale_of(q, softmax_scale)
+    band = reference.band_of(q, k, False, window_left, window_right, diagonal_offset)
 
     is_ordinary = softmax_scale == 0 or SMALL_SCALE <= abs(softmax_scale) <= LARGE_SCALE
     in_fp64 = q.dtype == torch.float64 or not is_ordinary
@@ -71,9 +68,7 @@ def attention(
     largest_q, largest_k = _largest(q) * abs(softmax_scale), _largest(k) * head_dim
     if not (largest_q < limit and largest_q * largest_k < limit):
         exact_out, exact_lse = reference.attention_blockwise(
-            q,
-            k,
-            v,
+            *(q, k, v),
             softmax_scale=softmax_scale,
             window_left=window_left,
             window_right=window_right,
@@ -97,9 +92,7 @@ def attention(
     rows_at_once = ROWS if masked else len_q
     for first in range(0, len_q, rows_at_once):
         last = min(first + rows_at_once, len_q)
-        begin, end = reference.visible_keys(
-            torch.arange(first, last), len_k, window_left, window_right, diagonal_offset
-        )
+        begin, end = reference.visible_keys(torch.arange(first, last), len_k, *band)
         # What any of these rows sees lies between.
         first_key, last_key = int(begin[0]), int(end[-1])
         if last_key <= first_key:

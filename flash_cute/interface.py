@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from flash_cute import checks, ops
+from flash_cute.autograd import below_autograd
+from flash_cute.transforms import autocast
+
+# Looked up once, as they are needed in each call.
+_fwd: Callable[..., tuple[Tensor, Tensor]] = ops.fwd._op  # spares OpOverload.__call__
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_functorch_level = torch._C._functorch.maybe_current_level
+_has_function_mode = torch._C._is_torch_function_mode_enabled
 
 
 def forward(
@@ -59,21 +71,48 @@ def forward(
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it.
     """
-    arguments = checks.op_arguments(q, k, v, is_causal, softmax_scale)
-    if arguments is None and any(isinstance(x, torch.fx.Proxy) for x in (q, k, v)):
-        # torch.fx.symbolic_trace takes the call down; it is checked when it is made.
-        return handle_torch_function(
-            forward, (q, k, v), q, k, v, is_causal, softmax_scale, arch=arch
-        )
-    if arguments is None:
-        # Autocast may make right what is not, such as fp32 on a GPU. What is right as it is meets
-        # autocast in the op.
-        q, k, v = ops.autocast(q), ops.autocast(k), ops.autocast(v)
-        arguments = checks.op_arguments(q, k, v, is_causal, softmax_scale)
-        if arguments is None:
-            checks.refuse(q, k, v, is_causal, softmax_scale)
-    if arch is not None:
-        smem_limit = 0
-        arguments = (*arguments, smem_limit, checks.arch_number(arch, q.device))
-    results: tuple[Tensor, Tensor] = ops.fast_fwd(q, k, v, *arguments)
+    if (
+        not _is_dynamo_compiling()  # first, as Dynamo cannot trace the others
+        and type(q) is type(k) is type(v) is Tensor
+        and type(is_causal) is bool
+        and (softmax_scale is None or type(softmax_scale) is float)
+        and arch is None
+        and not (q.requires_grad or k.requires_grad or v.requires_grad)
+        and forward_ad._current_level < 0
+        and _functorch_level() is None
+        and not _has_function_mode()
+    ):
+        # A plain call, the fastest way: past the op's autograd, and if the op refuses it, `refusal`
+        # finds out why. Each keyword takes time.
+        keywords: dict[str, Any] = {"window_right": 0} if is_causal else {}
+        if softmax_scale is not None:
+            keywords["softmax_scale"] = softmax_scale
+        try:
+            with below_autograd():
+                return _fwd(q, k, v, **keywords)
+        except Exception:
+            q, k, v = autocast(q), autocast(k), autocast(v)
+            error = checks.refusal(q, k, v, is_causal, softmax_scale)
+            if error is None:
+                raise
+        raise error
+
+    q, k, v = autocast(q), autocast(k), autocast(v)
+    error = checks.refusal(q, k, v, is_causal, softmax_scale, arch)
+    error = error or checks.refusal_of_derivatives(q, k, v)
+    if error is not None:
+        if any(isinstance(x, torch.fx.Proxy) for x in (q, k, v)):
+            # torch.fx.symbolic_trace takes the call down; it is checked when it is made.
+            return handle_torch_function(
+                forward, (q, k, v), q, k, v, is_causal, softmax_scale, arch=arch
+            )
+        raise error
+    # The causal mask's offset is left to the op: torch.jit.trace would keep that of the lengths
+    # that it has seen. Likewise the scale: torch.compile would guard its head dim.
+    results: tuple[Tensor, Tensor] = ops.fwd(
+        *(q, k, v),
+        softmax_scale=None if softmax_scale is None else float(softmax_scale),
+        window_right=0 if is_causal else -1,
+        tuning=None if arch is None else f"arch={arch.removeprefix('sm')}",
+    )
     return results

@@ -14,17 +14,13 @@ from torch import Tensor
 
 
 def visible_keys(
-    rows: Tensor,
-    len_k: int,
-    window_left: int = -1,
-    window_right: int = -1,
-    diagonal_offset: int = 0,
+    rows: Tensor, len_k: int, window_left: int, window_right: int, diagonal_offset: int
 ) -> tuple[Tensor, Tensor]:
     """The mask: for each query row, the first key it sees and one past the last. Without a key, end
     <= begin.
 
-    Row i is level with key i + diagonal_offset, and sees from `window_left` keys before it to
-    `window_right` keys after it; a window of -1 has no bound on its side. Both results never
+    The diagonal is at key i + diagonal_offset of row i. The row sees from `window_left` keys before
+    it to `window_right` keys after it; a window of -1 has no bound on its side. Both results never
     decrease from a row to the next.
     """
     level = rows + diagonal_offset
@@ -46,18 +42,18 @@ def attention(
     *,
     window_left: int = -1,
     window_right: int = -1,
-    diagonal_offset: int = 0,
+    diagonal_offset: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q @ k^T) @ v and the log-sum-exp of the scaled scores, computed and returned
     in `dtype`.
 
-    Takes memory for all Nq x Nk scores. `is_causal` stands for window_right = 0 and diagonal_offset
-    = Nk - Nq.
+    Takes memory for all Nq x Nk scores. The windows are those of `visible_keys`; diagonal_offset
+    None is Nk - Nq, the bottom right corner. `is_causal` stands for window_right = 0 there.
     """
-    len_q, len_k, scale, band = _arguments(
-        q, k, is_causal, softmax_scale, (window_left, window_right, diagonal_offset)
-    )
+    len_q, len_k = q.shape[2], k.shape[2]
+    scale = scale_of(q, softmax_scale)
+    band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
     q, k, v = _in_dtype(q, k, v, dtype)
     keys = torch.arange(len_k, device=q.device)
     begin, end = visible_keys(torch.arange(len_q, device=q.device), len_k, *band)
@@ -80,7 +76,7 @@ def attention_blockwise(
     *,
     window_left: int = -1,
     window_right: int = -1,
-    diagonal_offset: int = 0,
+    diagonal_offset: int | None = None,
     dtype: torch.dtype = torch.float32,
     block_m: int = 128,
     block_n: int = 64,
@@ -92,9 +88,9 @@ def attention_blockwise(
     A row keeps its running maximum m, its running sum of weights, and the weighted sum of V; all
     three are relative to m, so a greater maximum rescales what came before it.
     """
-    len_q, len_k, scale, band = _arguments(
-        q, k, is_causal, softmax_scale, (window_left, window_right, diagonal_offset)
-    )
+    len_q, len_k = q.shape[2], k.shape[2]
+    scale = scale_of(q, softmax_scale)
+    band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
     q, k, v = _in_dtype(q, k, v, dtype)
     # The scale's sign goes into Q, its size into the exponent: e^(scale * s) = 2^(scale_log2 * s).
     # So the greatest score is the greatest exponent, and a mask of -inf never meets a factor of 0
@@ -141,16 +137,24 @@ def attention_blockwise(
     return out, lse
 
 
-def _arguments(
-    q: Tensor, k: Tensor, is_causal: bool, softmax_scale: float | None, band: tuple[int, int, int]
-) -> tuple[int, int, float, tuple[int, int, int]]:
-    """Nq, Nk, the scale, and the mask's (window_left, window_right, diagonal_offset), defaults
-    filled in.
-    """
-    len_q, head_dim = q.shape[2:]
-    len_k = k.shape[2]
-    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
-    return len_q, len_k, scale, (-1, 0, len_k - len_q) if is_causal else band
+def scale_of(q: Tensor, softmax_scale: float | None) -> float:
+    """The scale, which is 1/sqrt(D) by default."""
+    return 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+
+
+def band_of(
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool,
+    window_left: int,
+    window_right: int,
+    diagonal_offset: int | None,
+) -> tuple[int, int, int]:
+    """The mask as `visible_keys` takes it: window_left, window_right, diagonal_offset."""
+    bottom_right = k.shape[2] - q.shape[2]
+    if is_causal:
+        return -1, 0, bottom_right
+    return window_left, window_right, bottom_right if diagonal_offset is None else diagonal_offset
 
 
 def _in_dtype(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

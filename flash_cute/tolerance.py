@@ -60,26 +60,25 @@ def compare(
     *,
     window_left: int = -1,
     window_right: int = -1,
-    diagonal_offset: int = 0,
+    diagonal_offset: int | None = None,
 ) -> Comparison:
     """Compares (out, lse), computed for these arguments, with the exact result. Goes through the
     batch one by one, for the sake of memory: an item takes some Hq x Nq x Nk numbers of 8 bytes.
+    The arguments are those of `reference.attention`.
     """
-    scale = 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
-    if is_causal:
-        window_left, window_right, diagonal_offset = -1, 0, k.shape[2] - q.shape[2]
+    scale = reference.scale_of(q, softmax_scale)
+    band = reference.band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
     out_error = lse_error = yardstick_error = largest_out = 0.0
     for b in range(q.shape[0]):
         item = slice(b, b + 1)
         inputs = q[item], k[item], v[item]
         exact_out, exact_lse = reference.attention(
-            *inputs,
-            softmax_scale=scale,
+            *(*inputs, is_causal, scale),
             window_left=window_left,
             window_right=window_right,
             diagonal_offset=diagonal_offset,
         )
-        rough_out = _yardstick(*inputs, scale, (window_left, window_right, diagonal_offset))
+        rough_out = _yardstick(*inputs, scale, band)
         out_error = max(out_error, _greatest_error(out[item], exact_out))
         lse_error = max(lse_error, _greatest_error(lse[item], exact_lse.float().double()))
         # Where the yardstick overflows its dtype it says nothing.

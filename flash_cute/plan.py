@@ -1,0 +1,192 @@
+"""`python -m flash_cute plan`: which kernel a call would run, with which tile, splits and waves.
+
+The library plans as it does for a real call (`torch.ops.flash_cute.plan`), for the GPU that is
+there or for one of a table, so no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flash_cute import ops
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan depends on, as CUDA reports it."""
+
+    compute_capability: int  #: 10 * major + minor
+    multiprocessors: int
+    l2_bytes: int
+    smem_per_cta: int  #: bytes of shared memory that a CTA may have at most
+
+
+KB, MB = 1024, 1024 * 1024
+#: Compute capabilities and shared memory: CUDA C++ Programming Guide, Technical Specifications per
+#: Compute Capability. Multiprocessors and L2: NVIDIA's white papers of A100, H100, Ada, GA102 and
+#: RTX Blackwell, and the data sheets of L4 and L40S. L2 of H100 and H200: bench/results. B200: as
+#: its driver reports.
+DEVICES = {
+    "a100": Device(80, 108, 40 * MB, 163 * KB),
+    "h100": Device(90, 132, 50 * MB, 227 * KB),
+    "h200": Device(90, 132, 60 * MB, 227 * KB),
+    "l4": Device(89, 58, 48 * MB, 99 * KB),
+    "l40s": Device(89, 142, 96 * MB, 99 * KB),
+    "rtx3090": Device(86, 82, 6 * MB, 99 * KB),
+    "rtx4090": Device(89, 128, 72 * MB, 99 * KB),
+    "rtx5090": Device(120, 170, 96 * MB, 99 * KB),
+    "b200": Device(100, 148, 132_644_864, 227 * KB),
+}
+DTYPES = ("fp16", "bf16")
+#: Name, default (a number, or the size that it is equal to), and what it is.
+SIZES = (
+    ("B", 1, "batch size"),
+    ("H", 32, "query heads"),
+    ("Hkv", "H", "heads of k and v"),
+    ("Nq", 4096, "queries"),
+    ("Nk", "Nq", "keys"),
+    ("D", 128, "head dim"),
+    ("Dv", "D", "head dim of v"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_cute plan",
+        description="Which kernel a call would run, with which tile, splits and waves.",
+    )
+    for name, default, what in SIZES:
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            metavar="N",
+            default=None if isinstance(default, str) else default,
+            help=f"{what} (default: {default})",
+        )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(default: bf16)")
+    mask = parser.add_mutually_exclusive_group()
+    mask.add_argument("--causal", action="store_true", help="aligned to the bottom right corner")
+    mask.add_argument(
+        "--window",
+        nargs=2,
+        type=int,
+        metavar=("L", "R"),
+        default=(-1, -1),
+        help="keys before and after the diagonal, -1 for all",
+    )
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--gpu",
+        choices=DEVICES,
+        help=f"(default here: {torch.cuda.get_device_name() if has_gpu else 'h100'})",
+    )
+    parser.add_argument("--tuning", default="", help='overrides, as "arch=80,splits=4"')
+    args = parser.parse_args(argv)
+    for name, default, _ in SIZES:
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(args, str(default)))
+
+    is_here = has_gpu and args.gpu is None
+    device = device_here() if is_here else DEVICES[args.gpu or "h100"]
+    gpu_name = torch.cuda.get_device_name() if is_here else args.gpu or "h100"
+    try:
+        answer = ops.plan(request(args, device))
+    except RuntimeError as error:
+        print(f"Not served: {str(error).splitlines()[0]}")
+        return 1
+    rows = [("call", _call(args)), ("GPU", _gpu(gpu_name, device)), *description(answer)]
+    width = max(len(row[0]) for row in rows)
+    for title, text in rows:
+        print(f"{title:{width}}  {text}")
+    return 0
+
+
+def device_here() -> Device:
+    """The current GPU."""
+    gpu: Any = torch.cuda.get_device_properties()
+    return Device(
+        10 * gpu.major + gpu.minor,
+        gpu.multi_processor_count,
+        gpu.L2_cache_size,
+        gpu.shared_memory_per_block_optin,
+    )
+
+
+def request(args: argparse.Namespace, device: Device) -> str:
+    """The question as the op takes it: names and numbers."""
+    window_left, window_right = (-1, 0) if args.causal else args.window
+    items = {
+        "batch": args.B,
+        "heads_q": args.H,
+        "heads_kv": args.Hkv,
+        "len_q": args.Nq,
+        "len_k": args.Nk,
+        "head_dim": args.D,
+        "head_dim_v": args.Dv,
+        "dtype": args.dtype,
+        "window_left": window_left,
+        "window_right": window_right,
+        **vars(device),
+    }
+    text = ",".join(f"{name}={value}" for name, value in items.items())
+    return f"{text},{args.tuning}" if args.tuning else text
+
+
+def description(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    """The plan for a person: titles and texts. Items that it does not know stand as they are."""
+    rest = dict(answer)
+
+    def take(name: str) -> Any:
+        return rest.pop(name, None)
+
+    rows = []
+    if arch := take("arch"):
+        mask = {"full": "no mask", "banded": "masked"}.get(name := take("mask"), name)
+        rows.append(("kernel", f"{arch}, head dim {take('head_dim')}, {mask}"))
+    if block_m := take("block_m"):
+        tile = f"{block_m} queries x {take('block_n')} keys, {take('threads')} threads"
+        ctas = _count(take("ctas_per_sm") or 1, "CTA")
+        smem = (take("smem_bytes") or 0) / KB
+        rows.append(("tile", f"{tile}, {smem:.0f} KB of shared memory, {ctas} a multiprocessor"))
+    if (pack_gqa := take("pack_gqa")) is not None:
+        packed = f"{pack_gqa} query heads share a tile's rows"
+        rows.append(("GQA packing", packed if pack_gqa > 1 else "none"))
+    if (splits := take("splits")) is not None:
+        keys, workspace = take("split_keys"), (take("workspace_bytes") or 0) / MB
+        text = f"{splits} splits of {keys} keys, {workspace:.2f} MB of workspace"
+        rows.append(("split-KV", text if splits > 1 else "none"))
+    if (tiles := take("tiles")) is not None:
+        tail, subtiles = take("tail_tiles"), take("subtiles")
+        cut = f", the last {tail} in {subtiles} subtiles each" if tail else ""
+        rows.append(("work", _count(tiles, "tile") + cut))
+    if (ctas := take("ctas")) is not None:
+        waves = take("waves")
+        rows.append(("launch", _count(ctas, "CTA") + (f", {waves:.2f} waves" if waves else "")))
+    if scheduler := take("scheduler"):
+        rows.append(("scheduler", scheduler))
+    if why_not := take("why_not_sm90"):
+        rows.append(("not sm90", f"as {why_not}"))
+    return rows + [(name, str(value)) for name, value in rest.items() if value not in ("", None)]
+
+
+def _call(args: argparse.Namespace) -> str:
+    sizes = ", ".join(f"{name} {getattr(args, name)}" for name, _, _ in SIZES)
+    left, right = args.window
+    window = f", window {left} {right}" if max(left, right) >= 0 else ""
+    return f"{sizes}, {args.dtype}{', causal' if args.causal else window}"
+
+
+def _gpu(name: str, device: Device) -> str:
+    major, minor = divmod(device.compute_capability, 10)
+    return (
+        f"{name}: compute capability {major}.{minor}, {device.multiprocessors} multiprocessors, "
+        f"{device.l2_bytes / MB:.0f} MB L2, {device.smem_per_cta / KB:.0f} KB shared memory a CTA"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
