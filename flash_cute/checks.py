@@ -88,8 +88,8 @@ def refusal(
     for name, x in tensors[:2]:
         # Of a dynamic length this would become a limit. The op asks again.
         is_known = not torch.compiler.is_compiling() and isinstance(x.shape[2], int)
-        if is_known and x.shape[2] >= MAX_LENGTH:
-            return ValueError(f"{name} has length {x.shape[2]}: it must be below {MAX_LENGTH}")
+        if is_known and x.shape[2] > MAX_LENGTH:
+            return ValueError(f"{name} has length {x.shape[2]}: it must be at most {MAX_LENGTH}")
 
     if not isinstance(is_causal, bool):
         return TypeError(f"is_causal is {_shown(is_causal)}: it must be True or False")

@@ -38,7 +38,7 @@ def forward(
 
     Args:
         q: (B, Hq, Nq, D), fp16 or bf16 on a GPU of compute capability 8.0 or newer; on the CPU fp32
-            and fp64 too. Any strides and storage offset. D is 1 to 256, Nq below 2**30.
+            and fp64 too. Any strides and storage offset. D is 1 to 256, Nq at most 2**30 - 2**12.
         k: (B, Hkv, Nk, D), of q's dtype and device. Hq must be a multiple of Hkv: query head h
             reads head h // (Hq // Hkv) of k and v (grouped-query and multi-query attention; nothing
             is repeated in memory).

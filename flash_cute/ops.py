@@ -75,7 +75,7 @@ class BuildInfo(TypedDict):
     """What the compiled library holds, beside what a full build does."""
 
     cuda_runtime: int  #: as CUDA counts: 13000 is 13.0
-    max_length: int  #: sequence lengths are below this
+    max_length: int  #: sequence lengths are at most this
     max_head_dim: int  #: head dims are at most this
     archs: list[str]
     head_dims: list[int]

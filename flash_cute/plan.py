@@ -7,6 +7,7 @@ there or for one of a table, so no GPU is needed.
 from __future__ import annotations
 
 import argparse
+import string
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,19 @@ SIZES = (
     ("Nk", "Nq", "keys"),
     ("D", 128, "head dim"),
     ("Dv", "D", "head dim of v"),
+)
+
+#: What the plan is printed as: titles, and texts with names from the op's answer.
+LINES = (
+    ("kernel", "{arch} for head dims up to {head_dim}, mask: {kernel_mask}"),
+    ("tile", "{block_m} queries x {block_n} keys, {warps} warps, {stages} key blocks in memory"),
+    ("shared memory", "{smem_bytes:,} bytes a CTA, {ctas_per_sm} CTAs a multiprocessor"),
+    ("GQA packing", "query heads that share a tile: {rows_per_query}"),
+    ("split-KV", "splits: {splits}, keys of each: {split_keys:,}, workspace: {workspace_bytes:,} bytes"),
+    ("work tiles", "{tiles:,}; tail split: {tail_tiles} tiles, {subtiles} subtiles of each"),
+    ("launch", "{ctas:,} CTAs, {waves:.2f} waves"),
+    ("scheduler", "{scheduler}, heads in groups of {head_group}"),
+    ("not sm90", "{why_not_sm90}"),
 )
 
 
@@ -137,40 +151,16 @@ def request(args: argparse.Namespace, device: Device) -> str:
 
 
 def description(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """The plan for a person: titles and texts. Items that it does not know stand as they are."""
-    rest = dict(answer)
-
-    def take(name: str) -> Any:
-        return rest.pop(name, None)
-
+    """The plan for a person: titles and texts. What no line of LINES has comes last."""
     rows = []
-    if arch := take("arch"):
-        mask = {"full": "no mask", "banded": "masked"}.get(name := take("mask"), name)
-        rows.append(("kernel", f"{arch}, head dim {take('head_dim')}, {mask}"))
-    if block_m := take("block_m"):
-        tile = f"{block_m} queries x {take('block_n')} keys, {take('threads')} threads"
-        ctas = _count(take("ctas_per_sm") or 1, "CTA")
-        smem = (take("smem_bytes") or 0) / KB
-        rows.append(("tile", f"{tile}, {smem:.0f} KB of shared memory, {ctas} a multiprocessor"))
-    if (pack_gqa := take("pack_gqa")) is not None:
-        packed = f"{pack_gqa} query heads share a tile's rows"
-        rows.append(("GQA packing", packed if pack_gqa > 1 else "none"))
-    if (splits := take("splits")) is not None:
-        keys, workspace = take("split_keys"), (take("workspace_bytes") or 0) / MB
-        text = f"{splits} splits of {keys} keys, {workspace:.2f} MB of workspace"
-        rows.append(("split-KV", text if splits > 1 else "none"))
-    if (tiles := take("tiles")) is not None:
-        tail, subtiles = take("tail_tiles"), take("subtiles")
-        cut = f", the last {tail} in {subtiles} subtiles each" if tail else ""
-        rows.append(("work", _count(tiles, "tile") + cut))
-    if (ctas := take("ctas")) is not None:
-        waves = take("waves")
-        rows.append(("launch", _count(ctas, "CTA") + (f", {waves:.2f} waves" if waves else "")))
-    if scheduler := take("scheduler"):
-        rows.append(("scheduler", scheduler))
-    if why_not := take("why_not_sm90"):
-        rows.append(("not sm90", f"as {why_not}"))
-    return rows + [(name, str(value)) for name, value in rest.items() if value not in ("", None)]
+    rest = dict(answer)
+    for title, text in LINES:
+        keys = [key for _, key, _, _ in string.Formatter().parse(text) if key]
+        if all(answer.get(key, "") != "" for key in keys):
+            rows.append((title, text.format(**answer)))
+            rest = {key: value for key, value in rest.items() if key not in keys}
+    others = ", ".join(f"{key} {value}" for key, value in rest.items() if value != "")
+    return [*rows, ("others", others)] if others else rows
 
 
 def _call(args: argparse.Namespace) -> str:
@@ -186,7 +176,3 @@ def _gpu(name: str, device: Device) -> str:
         f"{name}: compute capability {major}.{minor}, {device.multiprocessors} multiprocessors, "
         f"{device.l2_bytes / MB:.0f} MB L2, {device.smem_per_cta / KB:.0f} KB shared memory a CTA"
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import checks, ops, tolerance
+from flash_cute import ops, tolerance
 
 _GPU = pytest.mark.gpu
 _OTHER = (_GPU, pytest.mark.other_kernels)
@@ -275,11 +275,10 @@ def run(
     if not band and not smem_limit and not splits:
         return flash_cute.forward(q, k, v, is_causal, softmax_scale, arch=arch)
     if is_causal:
-        band = {"window_right": 0, "diagonal_offset": k.shape[2] - q.shape[2]}
-    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
-    number = 0 if arch is None else checks.ARCHS[arch]
-    options = {"smem_limit": smem_limit, "splits": splits, "arch": number}
-    out, lse = ops.fwd(q, k, v, scale, **band, **options)
+        band = {"window_right": 0}
+    choices = {"arch": arch and arch[2:], "smem_limit": smem_limit, "splits": splits}
+    tuning = ",".join(f"{name}={value}" for name, value in choices.items() if value)
+    out, lse = ops.fwd(q, k, v, softmax_scale=softmax_scale, **band, tuning=tuning)
     return out, lse
 
 

@@ -21,7 +21,6 @@ from support import (
 )
 
 import flash_cute
-from flash_cute import ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -118,7 +117,7 @@ def test_tiles_of_sm80_are_chosen_by_shared_memory_alone():
     q, k, v = gpu_inputs(1, 2, 129, 64)
     with pytest.raises(RuntimeError, match=r"arch is 'sm90', but .*smem_limit"):
         run(q, k, v, arch="sm90", smem_limit=101376)
-    limited = [ops.fwd(q, k, v, 0.125, smem_limit=101376, arch=arch) for arch in (0, 80)]
+    limited = [run(q, k, v, smem_limit=101376, arch=arch) for arch in (None, "sm80")]
     assert all(map(torch.equal, *limited))
 
 

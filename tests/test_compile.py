@@ -242,7 +242,7 @@ def test_traces_refuse_tensors_that_are_no_scales(scale):
 @pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan])
 def test_the_op_refuses_scales_that_are_not_finite(scale):
     with pytest.raises(ValueError, match=r"softmax_scale is a float .*: it must be finite"):
-        ops.fwd(*random_inputs(1, 2, 33, 16), scale)
+        ops.fwd(*random_inputs(1, 2, 33, 16), softmax_scale=scale)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
@@ -307,27 +307,26 @@ def test_operations_are_counted(mode):
 
 
 OP_SAMPLES = {
-    "full": ({}, (0.3,)),
-    "causal": ({"len_k": 40}, (0.3, -1, 0, 7)),
-    "window": ({"len_k": 40}, (-0.3, 5, 3, 2)),
-    "grouped heads": ({"heads_kv": 1}, (0.3,)),
-    "odd head dim": ({"head_dim": 5}, (0.3,)),
-    "no key": ({"len_k": 0}, (0.3,)),
-    "no query": ({"len_q": 0, "len_k": 3}, (0.3,)),
-    "one query": ({"len_q": 1, "len_k": 30}, (0.3, -1, 0, 29)),
-    "99 KB": ({}, (0.3, -1, -1, 0, 101376)),
-    "sm80": ({}, (0.3, -1, -1, 0, 0, 80)),
+    "full": ({}, {}),
+    "scale": ({}, {"softmax_scale": 0.3}),
+    "causal": ({"len_k": 40}, {"window_right": 0}),
+    "window": ({"len_k": 40}, {"window_left": 5, "window_right": 3, "diagonal_offset": 2}),
+    "grouped heads": ({"heads_kv": 1}, {}),
+    "odd head dim": ({"head_dim": 5}, {}),
+    "no key": ({"len_k": 0}, {}),
+    "no query": ({"len_q": 0, "len_k": 3}, {}),
+    "one query": ({"len_q": 1, "len_k": 30}, {"window_right": 0}),
+    "tuning": ({}, {"tuning": "arch=80,smem_limit=101376,splits=2"}),
 }
 
 
 @pytest.mark.parametrize("sample", OP_SAMPLES)
 @pytest.mark.parametrize("device, dtype", BACKENDS)
 def test_opcheck(device, dtype, sample):
-    changes, arguments = OP_SAMPLES[sample]
+    changes, keywords = OP_SAMPLES[sample]
     sizes = {"batch": 2, "heads_q": 4, "len_q": 33, "head_dim": 16, **changes}
-    torch.library.opcheck(
-        ops.fwd, (*random_inputs(**sizes, dtype=dtype, device=device), *arguments)
-    )
+    inputs = random_inputs(**sizes, dtype=dtype, device=device)
+    torch.library.opcheck(ops.fwd, inputs, keywords)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -337,7 +336,7 @@ def test_opcheck_layouts(device, dtype, layout):
         poisoned(x, **LAYOUTS[layout])
         for x in random_inputs(2, 3, 33, 16, dtype=dtype, device=device)
     )
-    torch.library.opcheck(ops.fwd, (q, k, v, 0.25))
+    torch.library.opcheck(ops.fwd, (q, k, v))
     fake = FakeTensorMode()
     promised = flash_cute.forward(*map(fake.from_tensor, (q, k, v)))
     for a, b in zip(promised, flash_cute.forward(q, k, v), strict=True):

@@ -131,13 +131,13 @@ def test_command_checks_the_cpu(capsys):
 
 
 def test_command_finds_a_wrong_result(capsys, monkeypatch):
-    right = ops.fwd
+    right = flash_cute.forward
 
     def wrong(q, *args):
         out, lse = right(q, *args)
         return (out + 0.5 if q.shape[3] == 64 else out), lse
 
-    monkeypatch.setattr(ops, "fwd", wrong)
+    monkeypatch.setattr(flash_cute, "forward", wrong)
     assert command.main(["--device", "cpu"]) == 1
     assert capsys.readouterr().out.count(" FAIL\n") == 8
 
