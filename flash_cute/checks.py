@@ -6,8 +6,8 @@ why. All other calls (traced, transformed, on the CPU) ask `refusal` first.
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -119,24 +119,26 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call, unused-ignore]
 
 
+#: SymFloat and SymInt are computed from sizes in non-strict torch.export.
+_NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
+
+
 def _is_real(scale: Any) -> bool:
-    # SymFloat and SymInt: computed from sizes in non-strict torch.export.
-    if isinstance(scale, (float, int, torch.SymFloat, torch.SymInt)):
+    if isinstance(scale, _NUMBERS):
         return not isinstance(scale, bool)
-    return (
-        isinstance(scale, numbers.Real)  # NumPy's scalars are
-        or _is_number_of_compiler(scale)
-        or _is_number_of_trace(scale)
-    )
+    is_traced = _is_number_of_compiler(scale) or _is_number_of_trace(scale)
+    return is_traced or isinstance(scale, numbers.Real)  # as NumPy's scalars are
 
 
 def _is_finite(scale: Any) -> bool:
-    if _is_number_of_compiler(scale):
-        return True  # it has no value yet: the op asks
-    try:
-        return math.isfinite(scale)
-    except OverflowError:  # an integer beyond floats
-        return False
+    if not isinstance(scale, _NUMBERS):
+        if _is_number_of_compiler(scale):
+            return True  # it has no value yet: the op asks
+        try:
+            scale = float(scale)  # NumPy would compare in the scalar's own dtype
+        except OverflowError:
+            return False
+    return bool(-sys.float_info.max <= scale <= sys.float_info.max)
 
 
 def _is_number_of_compiler(scale: Any) -> bool:
