@@ -60,7 +60,10 @@ LINES = (
     ("tile", "{block_m} queries x {block_n} keys, {warps} warps, {stages} key blocks in memory"),
     ("shared memory", "{smem_bytes:,} bytes a CTA, {ctas_per_sm} CTAs a multiprocessor"),
     ("GQA packing", "query heads that share a tile: {rows_per_query}"),
-    ("split-KV", "splits: {splits}, keys of each: {split_keys:,}, workspace: {workspace_bytes:,} bytes"),
+    (
+        "split-KV",
+        "splits: {splits}, keys of each: {split_keys:,}, workspace: {workspace_bytes:,} bytes",
+    ),
     ("work tiles", "{tiles:,}; tail split: {tail_tiles} tiles, {subtiles} subtiles of each"),
     ("launch", "{ctas:,} CTAs, {waves:.2f} waves"),
     ("scheduler", "{scheduler}, heads in groups of {head_group}"),

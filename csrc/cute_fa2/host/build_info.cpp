@@ -99,7 +99,7 @@ JsonObject as_json(const TileEntrySm90& entry) {
 struct Request {
   int64_t batch = 1, heads_q = 1, heads_kv = 1, len_q = 1, len_k = 1, head_dim = 64;
   int64_t head_dim_v = 0;  // as head_dim
-  int64_t dtype = 0;       // 0: bf16 (or fp16, which get the same plan)
+  DType dtype = DType::kBFloat16;
   int64_t window_left = -1, window_right = -1;
   int64_t compute_capability = 90, multiprocessors = 132, l2_bytes = 50 << 20;
   int64_t smem_per_cta = 227 << 10;
@@ -130,7 +130,9 @@ struct Request {
       const std::string name = item.substr(0, equals);
       const auto* field = std::find_if(std::begin(fields), std::end(fields),
                                        [&](const auto& f) { return name == f.name; });
-      if (field == std::end(fields)) {
+      if (name == "dtype") {
+        dtype = item == "dtype=fp16" ? DType::kHalf : DType::kBFloat16;
+      } else if (field == std::end(fields)) {
         append(overrides, item);
       } else {
         field->value = std::strtoll(item.c_str() + std::min(equals + 1, item.size()), nullptr, 10);
@@ -212,7 +214,7 @@ std::string plan(const std::string& text) {
   params.group_size = static_cast<int>(r.heads_q / r.heads_kv);
   params.len_q = static_cast<int>(r.len_q);
   params.len_k = static_cast<int>(r.len_k);
-  params.dtype = DType::kBFloat16;
+  params.dtype = r.dtype;
   params.mask =
       set_band(params.band, r.len_q, r.len_k, r.window_left, r.window_right, r.len_k - r.len_q);
   params.scale = make_softmax_scale(1 / std::sqrt(static_cast<double>(r.head_dim)));
