@@ -19,11 +19,11 @@ import json
 import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from bench import environment, tables
 from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, tuned
@@ -192,14 +192,10 @@ def run_cases(
 ) -> None:  # fmt: skip
     timer = Timer(options.device)
     wake_up(options.device)
-    start = said = time.monotonic()
-    for index, case in enumerate(cases):
+    for case in tqdm(cases, mininterval=10 if not sys.stderr.isatty() else 0.1):
         result["rows"] += measure(case, providers, options, timer)
         if path is not None:
             save(path, result)
-        if time.monotonic() - said > 10:
-            said = time.monotonic()
-            print(f"{index + 1} of {len(cases)}, {said - start:.0f} s", file=sys.stderr)
 
 
 def went_wrong(rows: list[Row], providers: list[Provider]) -> bool:

@@ -16,6 +16,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 import flash_cute
@@ -36,8 +37,8 @@ class TransformerBlock(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k, v (B, H, N, D): three views of one projection, nothing is copied."""
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        return qkv.permute(2, 0, 3, 1, 4).unbind()
+        qkv = self.qkv(self.norm1(x))
+        return tuple(rearrange(qkv, "b n (qkv h d) -> qkv b h n d", qkv=3, h=self.heads))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_cute.forward(q, k, v, is_causal=True)[0]
@@ -45,7 +46,7 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.attention(*self.project(x))
         # flash_cute keeps q's order of dims, so this is a view as well.
-        x = x + self.proj(out.transpose(1, 2).flatten(2))
+        x = x + self.proj(rearrange(out, "b h n d -> b n (h d)"))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
