@@ -49,7 +49,8 @@ class TileOfAnyArch(TypedDict):
     arch: str
     op: str
     mask: str  #: full, banded, any or none: the calls without split-KV that it serves
-    head_dim: int  #: serves head dims up to this one
+    head_dim: int  #: serves head dims of q and k up to this one
+    head_dim_v: int  #: and of v
     block_m: int  #: query rows of a tile
     block_n: int  #: keys of a block
     warps: int
@@ -65,7 +66,8 @@ class Tile(TileOfAnyArch, total=False):
     # sm80 only.
     column_warps: int  #: how many of the warps share their query rows
     # sm90 only.
-    splits: int  #: 1 if it serves split-KV, else 0
+    split_kv: int  #: 1 if it serves split-KV, else 0
+    ping_pong: int  #: 1 if consumers issue their products in turns, else 0
     q_stages: int  #: query tiles in shared memory
     producer_registers: int  #: registers of a thread in the warpgroup that loads
     consumer_registers: int  #: and in those that compute
