@@ -46,8 +46,9 @@ def autocast(x: Any) -> Any:
 
 
 def _fwd_autocast(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+    q, k, v = autocast(q), autocast(k), autocast(v)
     with torch.autocast(q.device.type, enabled=False):
-        return ops.fwd(autocast(q), autocast(k), autocast(v), **keywords)
+        return ops.fwd(q, k, v, **keywords)
 
 
 torch.library.impl("flash_cute::fwd", "AutocastCUDA", _fwd_autocast)
