@@ -6,12 +6,12 @@ against the emulated machine in this folder.
 
 from __future__ import annotations
 
-import operator
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -38,7 +38,6 @@ from build_library import (  # noqa: E402
 
 BUILD = "build/emulator"
 MACHINE = HERE.relative_to(ROOT).as_posix()
-COMBINE_LAUNCH = "combine/launch.cu"
 BOOST = "cmeel.prefix"
 
 #: Stands in for the kernels that a library leaves out.
@@ -61,16 +60,13 @@ void launch_fwd_sm90(const FwdPlan&, const FwdParams&, int, cudaStream_t) {{
 
 @dataclass(frozen=True)
 class Library:
-    """Kernels to emulate, with their headers from `sources`, a folder in the checkout."""
+    """Kernels to emulate: `kernels` are patterns of the names that variants.py gives their files.
+    `sources` is the folder in the checkout that they are compiled from."""
 
-    name: str = "kernels"
-    arch: int = 80
+    name: str
+    kernels: Sequence[str]
     sources: str = SOURCES
-    head_dims: Sequence[int] = variants.ALL_HEAD_DIMS
-    dtypes: Sequence[str] = tuple(variants.DTYPES)
-    kinds: Sequence[str] = tuple(variants.OPS["fwd"]["sm90"])  # each of which has a file
-    debug: bool = False  # for a debugger
-    combines: bool = False  # COMBINE_LAUNCH is one of the files from `sources`
+    flags: str = "-O2 -g1"  # -g1 leads from an address to a line of the source
 
     @property
     def folder(self) -> str:
@@ -80,46 +76,19 @@ class Library:
     def path(self) -> str:
         return f"{self.folder}/emulated.so"
 
-    @property
-    def dispatch(self) -> str:
-        """The folder of all but the kernels, which is shared by the libraries that have the same
-        kernels: it depends on nothing else."""
-        parts = (f"{BUILD}/sm{self.arch}", *self.head_dims, *self.dtypes, *self.kinds)
-        return "_".join(map(str, parts))
-
-    def generate(self) -> tuple[list[str], list[str]]:
-        """Writes the generated sources; returns the kernels' and the others."""
-        everything = variants.generate(
-            ROOT / self.dispatch / "variants", self.head_dims, sm90=self.arch == 90
-        )
-        chosen = (f"sm{self.arch}",), self.dtypes, self.kinds
-        # fwd_<arch>_hdim<n>_<dtype>, of sm90 with _<kind>
-        names = {f: f.stem.split("_")[1:2] + f.stem.split("_")[3:] for f in everything}
-        kernels = [f for f in everything if all(map(operator.contains, chosen, names[f]))]
-        absent = [f for f in everything if f not in kernels]
-        lines = [
-            line
-            for file in absent
-            for line in file.read_text().splitlines()
-            if line.startswith("template ")
-        ]
-        others = []
-        for file in sorted((ROOT / SOURCES).rglob("*.c*")):
-            if file.suffix in (".cpp", ".cu") and not file.stem.startswith("torch"):
-                folder = self.sources if self.combines and file.suffix == ".cu" else SOURCES
-                others.append(f"{folder}/{file.relative_to(ROOT / SOURCES).as_posix()}")
-        if absent:
-            text = ABSENT.format(instantiations="\n".join(lines))
-            others.append(write(f"{self.dispatch}/absent.cpp", text))
-        return [str(file.relative_to(ROOT)) for file in kernels], others
+    def files(self) -> list[str]:
+        """What is compiled: the generated files of kernels, and the host's sources."""
+        generated = variants.generate(ROOT / self.folder / "variants", sm90=True)
+        kernels = [f for f in generated if any(fnmatch(f.stem, name) for name in self.kernels)]
+        left_out = [f.read_text().splitlines() for f in generated if f not in kernels]
+        lines = [line for file in left_out for line in file if line.startswith("template ")]
+        absent = write(f"{self.folder}/absent.cpp", ABSENT.format(instantiations="\n".join(lines)))
+        host = [f for f in (ROOT / self.sources).rglob("*.c*") if f.name != "torch_binding.cpp"]
+        return [absent, *(f.relative_to(ROOT).as_posix() for f in sorted([*kernels, *host]))]
 
 
-#: Those that the tests use. Of sm90, bf16 has every head dim; fp16 differs by types alone.
-SM80 = Library()
-SM90 = {
-    "bf16": Library("sm90_bf16", 90, dtypes=("bf16",)),
-    "fp16": Library("sm90_fp16", 90, dtypes=("fp16",), head_dims=(64,)),
-}
+#: What the tests use. fp16 differs by types alone: of sm90, one head dim.
+TESTED = Library("tested", ("fwd_sm80_*", "fwd_sm90_*_bf16_*", "fwd_sm90_hdim64_fp16_*"))
 
 
 def why_not() -> str | None:
@@ -131,26 +100,17 @@ def why_not() -> str | None:
     return None
 
 
-def has_kernels(source: Path) -> bool:
-    """Of the files here."""
-    return source.stem.startswith("small_kernels")
-
-
-def write_ninja(libraries: Iterable[Library]) -> str:
-    compiler, cuda, cutlass, boost = (
-        find_compiler(),
-        find_cuda(),
-        find_cutlass(),
-        find_package(BOOST),
-    )
-    assert cuda and cutlass and boost  # see `why_not`
+def write_ninja(library: Library) -> str:
+    compiler, cuda, cutlass = find_compiler(), find_cuda(), find_cutlass()
+    assert cuda and cutlass  # see `why_not`
     cuda_include = link("cuda_include", cuda.folder_of("cuda_runtime.h"), BUILD)
-    boost_link = link("boost", boost, BUILD)
+    boost = link("boost", find_package(BOOST) or "", BUILD)
     includes = [f"-I{MACHINE}", "-isystem", link("cutlass", cutlass, BUILD)]
     includes += ["-isystem", cuda_include, "-isystem", f"{cuda_include}/cccl"]
-    includes += ["-isystem", f"{boost_link}/include"]
-    cxx = [compiler, "-std=c++20", "-fPIC", "-fvisibility=hidden", *includes]
-    cxx += ["-Wall", '-DFLASH_CUTE_ARCHS="emulated"', '-DFLASH_CUTE_LEFT_OUT=""']
+    includes += ["-isystem", f"{boost}/include"]
+    cxx = [compiler, "-std=c++20", "-fPIC", "-fvisibility=hidden", *includes, "-Wall", "-x", "c++"]
+    cxx += ['-DFLASH_CUTE_ARCHS="emulated"', '-DFLASH_CUTE_LEFT_OUT=""']
+    cxx += ["-include", f"{MACHINE}/planted.h"]
     kernel = [*cxx, "-include", f"{MACHINE}/device_intrinsics.h"]
     # Registers are seen now as elements, now as words, by CUTLASS too.
     kernel += ["-fno-strict-aliasing", "-Wno-array-bounds"]
@@ -162,62 +122,42 @@ def write_ninja(libraries: Iterable[Library]) -> str:
     fill_variables = "-ftrivial-auto-var-init=pattern"  # which gcc has from 12 on, clang from 8
     if "unrecognized" not in output_of(compiler, fill_variables, "-x", "c++", "-E", os.devnull):
         kernel.append(fill_variables)
+    libraries = [f"-L{ROOT / boost}/lib", f"-Wl,-rpath,{ROOT / boost}/lib", "-Wl,-z,defs"]
+    libraries += ["-lboost_context", "-lpthread", "-ldl"]
 
-    boost_lib = ROOT / boost_link / "lib"
-    link_flags = [f"-L{boost_lib}", f"-Wl,-rpath,{boost_lib}", "-Wl,-z,defs", "-lboost_context"]
-    command = f"{compiler} -shared -o $out $in {shlex.join(link_flags)} -lpthread -ldl"
-
-    text = f"builddir = {BUILD}\n"
-    text += compile_rule("cxx", [*cxx, "-x", "c++"], BUILD)
-    text += compile_rule("kernel", [*kernel, "-x", "c++"], BUILD)
-    text += f"rule link\n  command = {command}\n  description = linking $out\n"
-
-    compiled: dict[str, str] = {}  # target: its rule
-    linked: list[str] = []
-
-    def compile_to(folder: str, file: str, rule: str, flags: str, *includes: str) -> str:
-        target = f"{folder}/{Path(file).stem}.o"
-        flags = " ".join([flags, *(f"-I{include}" for include in includes)])
-        compiled[target] = f"build {target}: {rule} {file}\n  flags = {flags}\n"
-        return target
-
-    machine = []
-    for source in sorted(HERE.glob("*.cpp"), key=has_kernels):
-        rule = "kernel" if has_kernels(source) else "cxx"
-        file = f"{MACHINE}/{source.name}"
-        machine.append(compile_to(f"{BUILD}/machine", file, rule, "-O2 -g", SOURCES))
-    for library in libraries:
-        kernels, others = library.generate()
-        # The machine's objects come first: of inline functions that both have, the linker keeps
-        # those that call us not back.
-        objects = list(machine)
-        # -g1 leads from an address to a line of the source.
-        flags = "-O0 -g" if library.debug else "-O2 -g1"
-        for file in kernels:
-            objects.append(compile_to(library.folder, file, "kernel", flags, library.sources))
-        for file in others:
-            sources = library.sources if file.startswith(library.sources) else SOURCES
-            includes = sources, f"{library.dispatch}/variants"
-            flags = "-O2 -g1"
-            rule = "kernel" if file.endswith(".cu") else "cxx"
-            folder = library.folder if library.combines else library.dispatch
-            objects.append(compile_to(folder, file, rule, flags, *includes))
-        linked.append(f"build {library.path}: link {' '.join(objects)}\n")
-    return "".join([text, *compiled.values(), *linked])
+    text = f"builddir = {BUILD}\n" + compile_rule("cxx", cxx, BUILD)
+    text += compile_rule("kernel", kernel, BUILD)
+    text += f"rule link\n  command = {compiler} -shared -o $out $in {shlex.join(libraries)}\n"
+    # The machine's objects come first: of inline functions that both have, the linker keeps those
+    # that do not call us back.
+    machine = [f"{MACHINE}/{file.name}" for file in sorted(HERE.glob("*.cpp"), key=has_kernels)]
+    flags = f"{library.flags} -I{library.sources} -I{library.folder}/variants"
+    compiled = [(f"{BUILD}/machine", file, f"-O2 -g -I{SOURCES}") for file in machine]
+    compiled += [(library.folder, file, flags) for file in library.files()]
+    objects = []
+    for folder, file, flags in compiled:
+        objects.append(f"{folder}/{Path(file).stem}.o")
+        rule = "kernel" if has_kernels(Path(file)) else "cxx"
+        text += f"build {objects[-1]}: {rule} {file}\n  flags = {flags}\n"
+    return f"{text}build {library.path}: link {' '.join(objects)}\n"
 
 
-def build(*libraries: Library) -> list[Path]:
-    """Brings the libraries up to date and returns where they are."""
+def has_kernels(source: Path) -> bool:
+    return source.suffix == ".cu" or source.name == "small_kernels.cpp"
+
+
+def build(library: Library) -> Path:
+    """Brings the library up to date and returns where it is."""
     reason = why_not()
     if reason:
         raise BuildError(reason)
     with one_build(BUILD):
-        file = write(f"{BUILD}/build.ninja", write_ninja(libraries))
+        file = write(f"{library.folder}/build.ninja", write_ninja(library))
         result = ninja(file, capture_output=True)
     if result.returncode:
         raise BuildError(f"the emulated kernels do not compile:\n{result.stdout}{result.stderr}")
-    return [ROOT / library.path for library in libraries]
+    return ROOT / library.path
 
 
 if __name__ == "__main__":
-    print(*build(SM80))
+    print(build(TESTED))

@@ -1,4 +1,4 @@
-// Which accesses are ordered before which: vector clocks of the threads of a block.
+// Which accesses are ordered before which: vector clocks of the threads of a CTA.
 #pragma once
 
 #include <algorithm>
@@ -27,23 +27,23 @@ class Epoch {
   uint32_t bits_ = 0;
 };
 
-// For each thread of the block, the last of its clocks that the owner has heard of through
-// barriers, and the last up to which, as it has heard, what the thread wrote is shown to the copy
-// engine.
+// For each thread of the CTA: the last of its clocks that the owner has heard of through barriers,
+// and, as it has heard, the last one before a proxy fence of the thread.
 class Clocks {
  public:
   void reset(int threads) {
     heard_.assign(threads, 0);
-    shown_.assign(threads, 0);
+    fenced_.assign(threads, 0);
   }
   void advance(int owner) { ++heard_[owner]; }
   void join(const Clocks& other) {
     for (size_t i = 0; i < heard_.size(); ++i) heard_[i] = std::max(heard_[i], other.heard_[i]);
-    for (size_t i = 0; i < shown_.size(); ++i) shown_[i] = std::max(shown_[i], other.shown_[i]);
+    for (size_t i = 0; i < fenced_.size(); ++i) fenced_[i] = std::max(fenced_[i], other.fenced_[i]);
   }
-  // All that the owner has written so far; what it writes from now on belongs to another clock.
-  void show(int owner) {
-    shown_[owner] = heard_[owner];
+  // A proxy fence (fence.proxy.async): TMA and wgmma see what the owner has written so far. What it
+  // writes from now on belongs to another clock.
+  void fence(int owner) {
+    fenced_[owner] = heard_[owner];
     advance(owner);
   }
   void hear(Epoch epoch) {
@@ -52,11 +52,11 @@ class Clocks {
   Epoch epoch(int owner) const { return {owner, heard_[owner]}; }
   // Whether what happened at `epoch` happened before all that the owner does from now on.
   bool ordered(Epoch epoch) const { return heard_[epoch.thread()] >= epoch.clock(); }
-  // Whether the copy engine sees what a thread wrote at `epoch`, if the owner asks it to.
-  bool shown(Epoch epoch) const { return shown_[epoch.thread()] >= epoch.clock(); }
+  // Whether TMA and wgmma see what a thread wrote at `epoch`, if the owner asks them to.
+  bool fenced(Epoch epoch) const { return fenced_[epoch.thread()] >= epoch.clock(); }
 
  private:
-  std::vector<uint32_t> heard_, shown_;
+  std::vector<uint32_t> heard_, fenced_;
 };
 
 }  // namespace flash_cute::emulator

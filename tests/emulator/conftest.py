@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import build_emulator
 import pytest
-import torch
 from emulator import Emulator
 
+#: sm90 has few multiprocessors: each CTA takes several tiles, and its stages are used again.
+KERNELS = {
+    "sm80": {"arch": 80},
+    "sm90": {"arch": 90, "multiprocessors": 2},
+    "sm80-split": {"arch": 80, "splits": 3},
+    "sm90-split": {"arch": 90, "splits": 3, "multiprocessors": 5},
+}
+
 
 @pytest.fixture(scope="session")
-def emulator() -> Emulator:
-    skip_unless_possible()
-    return Emulator(build_emulator.build(build_emulator.SM80)[0])
-
-
-@pytest.fixture(scope="session")
-def hopper() -> dict[torch.dtype, Emulator]:
-    """The SM90 kernels: of bf16 all, of fp16 those of head dim 64 alone."""
-    skip_unless_possible()
-    paths = build_emulator.build(*build_emulator.SM90.values())
-    emulators = (Emulator(path, arch=90) for path in paths)
-    return dict(zip((torch.bfloat16, torch.float16), emulators, strict=True))
-
-
-def skip_unless_possible() -> None:
+def library() -> Path:
     reason = build_emulator.why_not()
     if reason:
         pytest.skip(reason)
+    return build_emulator.build(build_emulator.TESTED)
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest, library: Path) -> Emulator:
+    """The kernels of both architectures, for whole keys and for split-KV."""
+    return Emulator(library, **KERNELS[request.param])
+
+
+@pytest.fixture(params=["sm80", "sm90"])
+def unsplit(request: pytest.FixtureRequest, library: Path) -> Emulator:
+    """Those of both architectures, with as many splits as the plan chooses."""
+    return Emulator(library, **KERNELS[request.param])
+
+
+@pytest.fixture
+def sm80(library: Path) -> Emulator:
+    return Emulator(library, arch=80)
+
+
+@pytest.fixture
+def sm90(library: Path) -> Emulator:
+    return Emulator(library, **KERNELS["sm90"])

@@ -28,17 +28,17 @@ Cta::Cta(const Launch& launch) : launch_(launch), threads_(launch.threads) {
 
 Cta::~Cta() { munmap(stacks_, launch_.threads * Thread::kStackBytes); }
 
-std::string Cta::run(int block) {
-  block_ = block;
+std::string Cta::run(int index) {
+  index_ = index;
   failure_.clear();
   shared.reset(launch_.shared_bytes);
   barriers_.clear();
   mbarriers.reset();
-  tensor_copies.reset();
+  tma.reset();
   warpgroups.reset(launch_.threads);
   warps_.assign(launch_.threads / 32, Warp{});
   for (Warp& warp : warps_) warp.runnable = ~0u;
-  random_ = (launch_.seed + 1) * 0x9e3779b97f4a7c15u ^ (block + 1) * 0xd1342543de82ef95u;
+  random_ = (launch_.seed + 1) * 0x9e3779b97f4a7c15u ^ (index + 1) * 0xd1342543de82ef95u;
   alive_ = launch_.threads;
   for (int i = 0; i < launch_.threads; ++i) {
     Thread& thread = threads_[i];
@@ -54,7 +54,7 @@ std::string Cta::run(int block) {
     thread.clocks.advance(i);
     thread.copy_group = 0;
     thread.copies.clear();
-    thread.box_group = 0;
+    thread.tma_store_group = 0;
   }
   resume(*next());
   conflicts.finish();
@@ -74,10 +74,10 @@ void Cta::enter(transfer_t from) {
   Cta& cta = *thread.cta;
   cta.launch_.kernel(cta.launch_.params, cta.shared.data());
   cta.warpgroups.check_done(thread);
-  cta.tensor_copies.check_stored(thread);
+  cta.tma.check_stored(thread);
   thread.done = true;
   cta.warps_[thread.index / 32].runnable &= ~(1u << thread.index % 32);
-  if (--cta.alive_ == 0) cta.tensor_copies.check_loaded(cta);
+  if (--cta.alive_ == 0) cta.tma.check_loaded(cta);
   cta.switch_from(thread);
 }
 
@@ -110,10 +110,10 @@ Thread* Cta::next() {
   constexpr uint32_t kChances[] = {0x20000000u, 0x01000000u, 0u};  // of 2^32
   const uint32_t chance = kChances[launch_.seed % std::size(kChances)];
   while (true) {
-    if (tensor_copies.under_way() && random() < chance) tensor_copies.happen(*this, random());
+    if (tma.under_way() && random() < chance) tma.happen(*this, random());
     if (Thread* thread = pick()) return thread;
-    if (!tensor_copies.under_way()) return nullptr;
-    tensor_copies.happen(*this, random());
+    if (!tma.under_way()) return nullptr;
+    tma.happen(*this, random());
   }
 }
 
@@ -173,7 +173,7 @@ void Cta::barrier(Thread& thread, int id, int count, const void* code, bool wait
     }
     barrier.waiting.clear();
     barrier.arrived = 0;
-    if (id == 0) ++counters.block_barriers;
+    if (id == 0) ++counters.cta_barriers;
     switch_from(thread);
   } else if (waits) {
     wait(thread, "a barrier", code);
@@ -206,8 +206,8 @@ void Cta::fail(std::string what) {
 }
 
 std::string Cta::deadlock() const {
-  constexpr size_t kShown = 8;
-  std::vector<const Thread*> shown;  // one for each place and barrier
+  constexpr size_t kListed = 8;
+  std::vector<const Thread*> listed;  // one for each place and barrier
   int done = 0;
   for (const Thread& thread : threads_) {
     done += thread.done;
@@ -215,13 +215,13 @@ std::string Cta::deadlock() const {
     auto same = [&](const Thread* other) {
       return other->waits_in == thread.waits_in && other->waits_for == thread.waits_for;
     };
-    if (std::none_of(shown.begin(), shown.end(), same) && shown.size() < kShown) {
-      shown.push_back(&thread);
+    if (std::none_of(listed.begin(), listed.end(), same) && listed.size() < kListed) {
+      listed.push_back(&thread);
     }
   }
-  std::string text = "block " + std::to_string(block_) + ": every thread waits or is done (" +
+  std::string text = "CTA " + std::to_string(index_) + ": every thread waits or is done (" +
                      std::to_string(done) + " are)";
-  for (const Thread* thread : shown) {
+  for (const Thread* thread : listed) {
     text += ", thread " + std::to_string(thread->index) + " for " + thread->waits_at + " " +
             place(thread->waits_in);
     if (thread->waits_for) text += " (" + mbarriers.describe(*thread) + ")";
@@ -235,7 +235,7 @@ void fail(const Thread& thread, const void* code, const char* format, ...) {
   va_start(arguments, format);
   std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  thread.cta->fail("block " + std::to_string(thread.cta->block()) + ", thread " +
+  thread.cta->fail("CTA " + std::to_string(thread.cta->index()) + ", thread " +
                    std::to_string(thread.index) + " " + text + " (" + place(code) + ")");
 }
 

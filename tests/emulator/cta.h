@@ -1,5 +1,5 @@
-// One thread block on the emulated machine: its threads as fibers of one OS thread, which run one
-// at a time and take turns where they wait.
+// A CTA on the emulated machine: its threads are fibers of one OS thread. One runs at a time; they
+// take turns where they wait.
 #pragma once
 
 #include <boost/context/detail/fcontext.hpp>
@@ -14,7 +14,7 @@
 #include "machine.h"
 #include "mbarrier.h"
 #include "shared_memory.h"
-#include "tensor_copy.h"
+#include "tma.h"
 #include "warpgroup.h"
 
 namespace flash_cute::emulator {
@@ -22,7 +22,7 @@ namespace flash_cute::emulator {
 class Cta;
 class GlobalMemory;
 
-// What is the same for all blocks of a launch.
+// What is the same for all CTAs of a launch.
 struct Launch {
   Kernel kernel;
   const void* params;
@@ -57,10 +57,10 @@ struct Thread {
   bool any_voted;             // for, at the last barrier at which it voted
   int64_t copy_group;         // the one that its copies join until the next commit
   std::deque<PendingCopy> copies;
-  int64_t box_group;  // the same of the boxes that it stores
+  int64_t tma_store_group;  // likewise, of its TMA stores
 };
 
-// Ends the block with a sentence that begins with the thread. Never returns; set a breakpoint here.
+// Ends the CTA with a sentence that begins with the thread. Never returns; set a breakpoint here.
 [[noreturn]] void fail(const Thread& thread, const void* code, const char* format, ...)
     __attribute__((format(printf, 3, 4)));
 
@@ -76,10 +76,10 @@ class Cta {
   ~Cta();
   Cta(const Cta&) = delete;
 
-  // Runs one block to its end; returns what went wrong, or nothing.
-  std::string run(int block);
+  // Runs one CTA to its end. Returns what went wrong, or nothing.
+  std::string run(int index);
 
-  int block() const { return block_; }
+  int index() const { return index_; }
   const Launch& launch() const { return launch_; }
 
   // For the running thread. Waits until `count` threads have come to the barrier; all that any of
@@ -99,13 +99,13 @@ class Cta {
   void wake(Thread& thread) { warps_[thread.index / 32].runnable |= 1u << thread.index % 32; }
   void yield(Thread& thread) { switch_from(thread); }
 
-  // Clocks have an entry for each thread, and some for the copy engine.
-  int clock_entries() const { return launch_.threads + kEngineClocks; }
-  static constexpr int kEngineClocks = 32;
+  // Clocks have an entry for each thread, and some for TMA.
+  int clock_entries() const { return launch_.threads + kTmaClocks; }
+  static constexpr int kTmaClocks = 32;
 
   SharedMemory shared;
   MBarriers mbarriers;
-  TensorCopies tensor_copies;
+  Tma tma;
   Warpgroups warpgroups;
   BankConflicts conflicts;
   Counters counters{};
@@ -137,7 +137,7 @@ class Cta {
   std::string deadlock() const;
 
   const Launch& launch_;
-  int block_ = 0;
+  int index_ = 0;
   char* stacks_;
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
@@ -149,7 +149,7 @@ class Cta {
   std::string failure_;
 };
 
-// The thread that runs on this OS thread; none between blocks and in the scheduler.
+// The thread that runs on this OS thread; none between CTAs and in the scheduler.
 extern thread_local Thread* running __attribute__((tls_model("initial-exec")));
 
 }  // namespace flash_cute::emulator

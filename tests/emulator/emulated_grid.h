@@ -4,22 +4,21 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <typeinfo>
 
 #include "machine.h"
 
 namespace flash_cute {
 
 template <class Kernel>
-void run_grid(const typename Kernel::Arguments& arguments, int64_t blocks, int, cudaStream_t) {
+void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int, cudaStream_t) {
   using Traits = typename Kernel::Traits;
   using SharedMemory = typename Traits::SharedMemory;
   auto run = [](const void* arguments, void* smem) {
     Kernel::run(*static_cast<const typename Kernel::Arguments*>(arguments),
                 *static_cast<SharedMemory*>(smem));
   };
-  emulator::run_grid(typeid(Kernel).name(), blocks, Traits::kThreads, sizeof(SharedMemory), run,
-                     &arguments, sizeof arguments);
+  emulator::run_grid(ctas, Traits::kThreads, sizeof(SharedMemory), run, &arguments,
+                     sizeof arguments);
 }
 
 }  // namespace flash_cute

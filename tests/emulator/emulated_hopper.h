@@ -80,7 +80,7 @@ EMULATED void register_alloc() {
 }
 
 template <class Element, int kColumns_, bool kFromRegisters_>
-struct EmulatedProduct {
+struct EmulatedWgmma {
   static constexpr int kColumns = kColumns_;
   static constexpr bool kFromRegisters = kFromRegisters_;
   static constexpr auto kType = std::is_same_v<Element, cutlass::half_t>
@@ -88,9 +88,9 @@ struct EmulatedProduct {
                                     : emulator::Operand::kBFloat16;
 };
 template <class Element, int kColumns>
-using MmaSS = EmulatedProduct<Element, kColumns, false>;
+using MmaSS = EmulatedWgmma<Element, kColumns, false>;
 template <class Element, int kColumns>
-using MmaRS = EmulatedProduct<Element, kColumns, true>;
+using MmaRS = EmulatedWgmma<Element, kColumns, true>;
 
 EMULATED void wgmma_fence() { emulator::wgmma_fence(); }
 EMULATED void wgmma_commit() { emulator::wgmma_commit(); }
@@ -105,7 +105,7 @@ namespace cute {
 
 // The fragments are those of CuTe's own traits: descriptors of shared memory, accumulators.
 template <class Element, int kColumns, bool kFromRegisters>
-struct MMA_Traits<flash_cute::sm90::hopper::EmulatedProduct<Element, kColumns, kFromRegisters>> {
+struct MMA_Traits<flash_cute::sm90::hopper::EmulatedWgmma<Element, kColumns, kFromRegisters>> {
   static constexpr auto kMajorB = kFromRegisters ? GMMA::Major::MN : GMMA::Major::K;
   using ValTypeD = float;
   using ValTypeA = Element;
@@ -125,31 +125,31 @@ struct MMA_Traits<flash_cute::sm90::hopper::EmulatedProduct<Element, kColumns, k
 template <class Element, int kColumns, bool kFromRegisters, class TD, class DLayout, class TA,
           class ALayout, class TB, class BLayout, class TC, class CLayout>
 EMULATED void mma_unpack(
-    const MMA_Traits<flash_cute::sm90::hopper::EmulatedProduct<Element, kColumns, kFromRegisters>>&
+    const MMA_Traits<flash_cute::sm90::hopper::EmulatedWgmma<Element, kColumns, kFromRegisters>>&
         traits,
     Tensor<TD, DLayout>& d, const Tensor<TA, ALayout>& a, const Tensor<TB, BLayout>& b,
     const Tensor<TC, CLayout>& c) {
   using namespace flash_cute;
-  using Op = sm90::hopper::EmulatedProduct<Element, kColumns, kFromRegisters>;
+  using Op = sm90::hopper::EmulatedWgmma<Element, kColumns, kFromRegisters>;
   // The machine takes registers as they lie one after the other.
   static_assert(std::is_same_v<decltype(coalesce(DLayout{})), Layout<Int<kColumns / 2>, _1>>);
   static_assert(size(BLayout{}) == 1);
-  emulator::AsyncProduct product{.type = Op::kType,
-                                 .columns = kColumns,
-                                 .add = traits.accumulate_ == GMMA::ScaleOut::One,
-                                 .b_transposed = kFromRegisters,
-                                 .a = 0,
-                                 .b = uint64_t(b(0)),
-                                 .a_registers = nullptr,
-                                 .d = raw_pointer_cast(d.data())};
+  emulator::Wgmma wgmma{.type = Op::kType,
+                        .columns = kColumns,
+                        .add = traits.accumulate_ == GMMA::ScaleOut::One,
+                        .b_transposed = kFromRegisters,
+                        .a = 0,
+                        .b = uint64_t(b(0)),
+                        .a_registers = nullptr,
+                        .d = raw_pointer_cast(d.data())};
   if constexpr (kFromRegisters) {
     static_assert(std::is_same_v<decltype(coalesce(ALayout{})), Layout<_8, _1>>);
-    product.a_registers = reinterpret_cast<const uint32_t*>(raw_pointer_cast(a.data()));
+    wgmma.a_registers = reinterpret_cast<const uint32_t*>(raw_pointer_cast(a.data()));
   } else {
     static_assert(size(ALayout{}) == 1);
-    product.a = uint64_t(a(0));
+    wgmma.a = uint64_t(a(0));
   }
-  emulator::multiply_async(product);
+  emulator::wgmma(wgmma);
 }
 
 }  // namespace cute

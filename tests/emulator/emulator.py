@@ -16,11 +16,13 @@ import torch
 from support import poisoned
 from torch import Tensor
 
+from flash_cute import tolerance
+
 _ERROR_BYTES = 4096
 
 
 class EmulationError(AssertionError):
-    """What a kernel did wrong: block, thread, address, and the places in the source."""
+    """What a kernel did wrong: CTA, thread, address, and the places in the source."""
 
 
 class BankCount(ctypes.Structure):
@@ -32,25 +34,29 @@ class BankCount(ctypes.Structure):
         return f"{self.wavefronts} + {self.conflicts}"
 
 
-#: To shared memory.
-ACCESSES = ("load_matrix", "copy_async", "load", "store", "store_matrix")
-
-
 class Counters(ctypes.Structure):
     """As in counters.h."""
 
     _fields_ = [
-        *((name, BankCount) for name in ACCESSES),
+        ("load_matrix", BankCount),
+        ("copy_async", BankCount),
+        ("load", BankCount),
+        ("store", BankCount),
+        ("store_matrix", BankCount),
         ("global_reads_16", ctypes.c_int64),
         ("global_reads", ctypes.c_int64),
         ("global_writes_16", ctypes.c_int64),
         ("global_writes", ctypes.c_int64),
-        ("block_barriers", ctypes.c_int64),
+        ("cta_barriers", ctypes.c_int64),
         ("mma", ctypes.c_int64),
-        ("box_bytes", ctypes.c_int64),
-        ("box_bytes_out", ctypes.c_int64),
-        ("products", ctypes.c_int64),
+        ("tma_load_bytes", ctypes.c_int64),
+        ("tma_store_bytes", ctypes.c_int64),
+        ("wgmma", ctypes.c_int64),
     ]
+
+    def bank_conflicts(self) -> int:
+        counts = (getattr(self, name) for name, _ in self._fields_)
+        return sum(count.conflicts for count in counts if isinstance(count, BankCount))
 
     def __repr__(self) -> str:
         return ", ".join(f"{name} {getattr(self, name)}" for name, _ in self._fields_)
@@ -76,10 +82,7 @@ class _Forward(ctypes.Structure):
         ("window_left", ctypes.c_int64),
         ("window_right", ctypes.c_int64),
         ("diagonal_offset", ctypes.c_int64),
-        ("arch", ctypes.c_int64),
-        ("smem_limit", ctypes.c_int64),
-        ("splits", ctypes.c_int64),
-        ("capability_major", ctypes.c_int32),
+        ("tuning", ctypes.c_char_p),
         ("multiprocessors", ctypes.c_int32),
         ("refuses_tensor_maps", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
@@ -102,14 +105,19 @@ def _as_c(x: Tensor) -> _Tensor:
 
 
 class Emulator:
-    """The kernels of one library (build_emulator.py)."""
+    """The kernels of a library (build_emulator.py). `arch` 0 leaves the choice to the plan;
+    `defaults` are arguments of `forward` where a call names none."""
 
-    def __init__(self, path: Path, workers: int | None = None, arch: int = 80) -> None:
+    def __init__(
+        self, path: Path, arch: int = 0, *, workers: int | None = None, **defaults: int
+    ) -> None:
         self.path = path
         self.arch = arch
-        self.workers = workers or len(os.sched_getaffinity(0))  # blocks that run side by side
+        self.workers = workers or len(os.sched_getaffinity(0))  # CTAs that run side by side
+        self.defaults = defaults
         self._library = ctypes.CDLL(str(path))
-        self._library.describe_build.restype = ctypes.c_char_p
+        for name in ("describe_build", "describe_plan"):
+            getattr(self._library, name).restype = ctypes.c_char_p
 
     def forward(
         self,
@@ -121,22 +129,21 @@ class Emulator:
         window_left: int = -1,
         window_right: int = -1,
         diagonal_offset: int = 0,
-        smem_limit: int = 0,
-        splits: int = 0,
-        multiprocessors: int = 132,
-        capability_major: int = 9,
         refuses_tensor_maps: bool = False,
         seed: int = 0,
+        **options: int,
     ) -> tuple[Tensor, Tensor, Counters]:
-        """Output, LSE, and what was counted. The tile is that of a device with `smem_limit` bytes
-        of shared memory, the keys are in `splits` parts, or in as many as the launch chooses; the
-        device has `multiprocessors`; threads take turns in an order that `seed` decides.
-        """
+        """Output, LSE, and what was counted. `options` are `multiprocessors` of the device (132 by
+        default), and the overrides that the op takes; threads take turns in an order that `seed`
+        decides."""
         rows = [_readable_rows(x) for x in (q, k, v)]
         out = torch.full_like(rows[0], math.nan)
         if not q.is_contiguous():
             out = poisoned(out)
         lse = torch.full(q.shape[:3], math.nan)
+        options = {"multiprocessors": 132, **self.defaults, **options}
+        multiprocessors = options.pop("multiprocessors")
+        overrides = {"arch": self.arch, **options}
         call = _Forward(
             *map(_as_c, (*rows, out)),
             lse.data_ptr(),
@@ -146,10 +153,7 @@ class Emulator:
             window_left,
             window_right,
             diagonal_offset,
-            self.arch,
-            smem_limit,
-            splits,
-            capability_major,
+            ",".join(f"{name}={value}" for name, value in overrides.items()).encode(),
             multiprocessors,
             refuses_tensor_maps,
             seed,
@@ -157,95 +161,60 @@ class Emulator:
         counters = self._call(self._library.emulate_forward, ctypes.byref(call))
         return out[..., : q.shape[3]], lse, counters
 
+    def check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        softmax_scale: float | None = None,
+        **options: int,
+    ) -> tuple[Tensor, Tensor, Counters]:
+        """Runs the kernel, which must break no rule of the emulated machine, and compares with the
+        exact result as the GPU's is compared."""
+        names = "window_left", "window_right", "diagonal_offset"
+        band = {name: options.pop(name) for name in names if name in options}
+        if is_causal:
+            band = {"window_right": 0, "diagonal_offset": k.shape[2] - q.shape[2]}
+        scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
+        out, lse, counters = self.forward(q, k, v, scale, **band, **options)
+        result = tolerance.compare(out, lse, q, k, v, False, scale, **band)
+        assert result.passed, str(result)
+        return out, lse, counters
+
+    def plant(self, fault: int) -> None:
+        """Switches on a fault of a library that has some (planting.py); 0: none."""
+        self._library.plant(fault)
+
     def tiles(self) -> list[dict[str, Any]]:
-        """The rows of the tile table."""
+        """The entries of the tile table."""
         tiles = json.loads(self._library.describe_build())["tiles"]
         return [tile for tile in tiles if tile["arch"] == f"sm{self.arch}"]
 
-    def tile(
-        self,
-        head_dim: int,
-        len_q: int = 2**30,
-        len_k: int | None = None,
-        *,
-        batch: int = 1,
-        heads: int = 1,
-        heads_kv: int | None = None,
-        is_banded: bool = False,
-        is_triangle: bool | None = None,
-        multiprocessors: int = 132,
-    ) -> dict[str, Any]:
-        """The row that serves heads of that many elements; of sm90 that of such a call, whose mask
-        if it has one is by default a triangle, of sm80 the best."""
-        bucket = min(size for row in self.tiles() if (size := row["head_dim"]) >= head_dim)
-        rows = [row for row in self.tiles() if row["head_dim"] == bucket]
-        if self.arch == 90:
-            masks = "any", "banded" if is_banded else "full"
-            shape = batch, heads, heads_kv or heads, len_q, len_k or len_q, bucket
-            is_triangle = is_banded if is_triangle is None else is_triangle
-            block_m = self._library.block_m_of_sm90(*shape, is_banded, is_triangle, multiprocessors)
-            rows = [row for row in rows if row["block_m"] == block_m and row["mask"] in masks]
-        return rows[0]
+    def plan(self, **request: int) -> dict[str, Any]:
+        """The plan of a call of these sizes, as the op `plan` describes it."""
+        request = {"arch": self.arch, **self.defaults, **request}
+        text = ",".join(f"{name}={value}" for name, value in request.items())
+        plan: dict[str, Any] = json.loads(self._library.describe_plan(text.encode()))
+        return plan
 
-    def deal(
-        self,
-        batch: int,
-        heads: int,
-        heads_kv: int,
-        len_q: int,
-        len_k: int,
-        head_dim: int,
-        block_m: int,
-        multiprocessors: int,
-        *,
-        window_left: int = -1,
-        window_right: int = -1,
-        l2_bytes: int = 50 << 20,
-    ) -> Tensor:
-        """The thread blocks' tiles and parts of tiles: rows of (block, first row, end of the rows,
-        head, batch)."""
-        tiles = math.ceil(len_q / block_m) * heads * batch
-        dealt = torch.full((8 * tiles, 5), -1, dtype=torch.int32)  # room for parts, and to be wrong
-        shape = batch, heads, heads_kv, len_q, len_k, head_dim
-        count = self._library.deal(
-            self.arch,
-            *shape,
-            window_left,
-            window_right,
-            block_m,
-            multiprocessors,
-            l2_bytes,
-            ctypes.c_void_p(dealt.data_ptr()),
-        )
-        return dealt[:count]
+    def schedule(self, block_m: int, **request: int) -> Tensor:
+        """What CTAs work on: rows of (CTA, first row, end of the rows, head, batch)."""
+        names = "batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim"
+        request = {"window_left": -1, "window_right": -1, **request}
+        numbers = [request[name] for name in (*names, "window_left", "window_right")]
+        device = request["multiprocessors"], request["l2_bytes"]
+        tiles = math.ceil(request["len_q"] / block_m) * request["heads_q"] * request["batch"]
+        # Room for subtiles, and to be wrong.
+        scheduled = torch.full((8 * tiles, 5), -1, dtype=torch.int32)
+        pointer = ctypes.c_void_p(scheduled.data_ptr())
+        count = self._library.schedule(self.arch, *numbers, block_m, *device, pointer)
+        return scheduled[:count]
 
-    def splits(
-        self,
-        batch: int,
-        heads: int,
-        heads_kv: int,
-        len_q: int,
-        len_k: int,
-        head_dim: int,
-        multiprocessors: int = 132,
-        *,
-        smem_limit: int = 232448,
-        window_left: int = -1,
-        window_right: int = -1,
-    ) -> tuple[int, int]:
-        """Into how many parts the keys are split, and of how many keys; sm90 takes no account of
-        `smem_limit`."""
-        keys = ctypes.c_int32()
-        shape = batch, heads, heads_kv, len_q, len_k, head_dim
-        device = multiprocessors, smem_limit
-        bands = window_left, window_right
-        count = self._library.splits_of(self.arch, *shape, *bands, *device, ctypes.byref(keys))
-        return count, keys.value
-
-    def small(self, name: str, x: Tensor, seed: int = 0) -> tuple[Tensor, Counters]:
-        """The output of the kernel of that name in small_kernels.cpp, and what was counted."""
+    def small(self, program: str, x: Tensor, seed: int = 0) -> tuple[Tensor, Counters]:
+        """The output of a program of small_kernels.cpp, and what was counted."""
         out = torch.zeros_like(x)
-        arguments = name.encode(), x.data_ptr(), out.data_ptr(), seed
+        arguments = program.encode(), x.data_ptr(), out.data_ptr(), seed
         types = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
         typed = (to(value) for to, value in zip(types, arguments, strict=True))
         return out, self._call(self._library.emulate_small, *typed)

@@ -1,5 +1,5 @@
-// The forward as Python calls it (emulator.py has the same structs): the project's own dispatch, on
-// what it asks of CUDA.
+// The forward as Python calls it (emulator.py has the same structs): the project's own host code,
+// on an emulated device.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -15,10 +15,11 @@
 #include "host/plan_fwd.h"
 #include "host/tile_schedule.h"
 #include "launch.h"
+#include "planted.h"
 #include "sm80/tile_scheduler.h"
 #include "sm90/tensor_map.h"
 #include "sm90/tile_scheduler.h"
-#include "tensor_copy.h"
+#include "tma.h"
 
 using namespace flash_cute;
 using emulator::GlobalMemory;
@@ -39,23 +40,20 @@ struct CForward {
   int32_t workers;
   double softmax_scale;
   int64_t window_left, window_right, diagonal_offset;
-  int64_t arch;
-  int64_t smem_limit;
-  int64_t splits;
-  int32_t capability_major;  // of the device
-  int32_t multiprocessors;
+  const char* tuning;       // as the op takes it
+  int32_t multiprocessors;  // of the device
   int32_t refuses_tensor_maps;
   uint64_t seed;
 };
 
 // The call that goes on.
 static const CForward* current_call = nullptr;
-// So that nothing of it is remembered for another call, which may have another.
+// Nothing is remembered of it: another call may have another device.
 constexpr int kDevice = kMaxDevices;
 
-// What the launch code asks of CUDA. L2 is so small that a few short heads make several sections.
+// What the host code asks of CUDA. L2 is so small that a few short heads make several head groups.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor         ? current_call->capability_major
+  *value = attribute == cudaDevAttrComputeCapabilityMajor         ? 9
            : attribute == cudaDevAttrMultiProcessorCount          ? current_call->multiprocessors
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 * 1024
            : attribute == cudaDevAttrL2CacheSize                  ? 128 << 10
@@ -104,8 +102,12 @@ __attribute__((visibility("default"))) const char* describe_plan(const char* req
   return description.c_str();
 }
 
-// Which CTAs get which tiles, of `block_m` rows: for each CTA in turn, its work tiles go to `tiles`,
-// one after the other, as (CTA, first row, end of the rows, head, batch). Returns how many.
+// Switches a planted fault on, or with 0 off.
+__attribute__((visibility("default"))) void plant(int fault) { planted = fault; }
+
+// Which CTAs get which tiles, of `block_m` rows: for each CTA in turn, its work tiles go to
+// `tiles`, one after the other, as (CTA, first row, end of the rows, head, batch). Returns how
+// many.
 __attribute__((visibility("default"))) int64_t schedule(int arch, int batch, int heads,
                                                         int heads_kv, int len_q, int len_k,
                                                         int head_dim, int window_left,
@@ -197,8 +199,8 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
                       rows * 4});
   std::unique_ptr<float4[]> workspace;
   auto launch = [&] {
-    const FwdPlan plan = plan_fwd(params, {call->arch, call->smem_limit, call->splits},
-                                  properties_of(kDevice), sm90::encode_fwd_maps);
+    const FwdPlan plan = plan_fwd(params, parse_overrides(call->tuning), properties_of(kDevice),
+                                  sm90::encode_fwd_maps);
     if (const int64_t bytes = plan.workspace_bytes) {
       workspace = std::make_unique<float4[]>(bytes / sizeof(float4) + 1);
       session.global.add({"workspace",

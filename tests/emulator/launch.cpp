@@ -17,36 +17,13 @@ namespace flash_cute::emulator {
 namespace {
 
 Session* current = nullptr;
-Runner other_machine = nullptr;
-
-const char* keep(std::string text) {
-  static std::string kept;
-  kept = std::move(text);
-  return kept.empty() ? nullptr : kept.c_str();
-}
 
 }  // namespace
 
-__attribute__((visibility("default"))) void set_runner(Runner runner) { other_machine = runner; }
-__attribute__((visibility("default"))) const char* check_global_read(const void* address, int bytes,
-                                                                     int alignment) {
-  return keep(current->global.check_read(address, bytes, alignment));
-}
-__attribute__((visibility("default"))) const char* check_global_write(const void* address,
-                                                                      int bytes) {
-  return keep(current->global.write(address, bytes));
-}
-
-void run_grid(const char* name, int64_t blocks, int threads, int shared_bytes, Kernel kernel,
-              const void* params, int params_bytes) {
+void run_grid(int64_t ctas, int threads, int shared_bytes, Kernel kernel, const void* params,
+              int params_bytes) {
   Session& session = *current;
   session.global.begin_launch();
-  if (other_machine) {
-    if (!other_machine(name, blocks, threads, shared_bytes, params, params_bytes)) {
-      throw std::runtime_error("the kernel failed");
-    }
-    return;
-  }
   const Launch launch{kernel,       params,       params_bytes,   threads,
                       shared_bytes, session.seed, &session.global};
   std::atomic<int64_t> next{0};
@@ -54,18 +31,18 @@ void run_grid(const char* name, int64_t blocks, int threads, int shared_bytes, K
   std::string failure;
   auto work = [&] {
     Cta cta(launch);
-    for (int64_t block; (block = next.fetch_add(1)) < blocks;) {
-      std::string wrong = cta.run(static_cast<int>(block));
+    for (int64_t index; (index = next.fetch_add(1)) < ctas;) {
+      std::string wrong = cta.run(static_cast<int>(index));
       if (wrong.empty()) continue;
       const std::lock_guard lock(mutex);
       if (failure.empty()) failure = std::move(wrong);
-      next = blocks;
+      next = ctas;
     }
     const std::lock_guard lock(mutex);
     session.counters.add(cta.counters);
   };
   std::vector<std::thread> others;
-  for (int64_t i = 1; i < std::min<int64_t>(session.workers, blocks); ++i) {
+  for (int64_t i = 1; i < std::min<int64_t>(session.workers, ctas); ++i) {
     others.emplace_back(work);
   }
   work();

@@ -13,22 +13,9 @@ namespace flash_cute::emulator {
 struct Session {
   GlobalMemory global = {};
   uint64_t seed;
-  int workers;  // OS threads, each with a block at a time
+  int workers;  // OS threads, each with a CTA at a time
   Counters counters = {};
 };
-
-extern "C" {
-
-// Another machine, which runs the grids of the sessions to come (tests/ptx); nullptr: the emulated
-// one. It returns whether it succeeded.
-using Runner = bool (*)(const char* kernel, int64_t blocks, int threads, int shared_bytes,
-                        const void* params, int params_bytes);
-void set_runner(Runner runner);
-
-// What it may do to global memory: nullptr, or what is wrong with the access.
-const char* check_global_read(const void* address, int bytes, int alignment);
-const char* check_global_write(const void* address, int bytes);
-}
 
 // Runs `body`, in which `run_grid` has the session's memory. Adds to `counters`; returns 0, or 1
 // with a sentence in `error`. One session at a time.

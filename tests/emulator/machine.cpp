@@ -33,7 +33,7 @@ void write_global(Thread& thread, const void* address, int bytes, const void* co
 }  // namespace
 
 int thread_index() { return running->index; }
-int cta_index() { return running->cta->block(); }
+int cta_index() { return running->cta->index(); }
 
 void sync_cta() { running->cta->barrier(*running, 0, running->cta->launch().threads, CALLER); }
 bool sync_cta_or(bool predicate) {

@@ -1,5 +1,5 @@
 // What an emulated kernel asks of its machine. Every function here is called by one thread of the
-// emulated block and acts for that thread; warp-wide ones return when all 32 lanes have called.
+// emulated CTA and acts for that thread; warp-wide ones return when all 32 lanes have called.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace flash_cute::emulator {
 int thread_index();
 int cta_index();
 
-// Barriers: all threads of the block, `threads` of them at the named barrier `id`, a warp.
+// Barriers: all threads of the CTA, `threads` of them at the named barrier `id`, a warp.
 void sync_cta();
 bool sync_cta_or(bool predicate);  // whether it holds for any thread
 void sync_named(int id, int threads);
@@ -19,7 +19,7 @@ void sync_warp();
 uint32_t shuffle(uint32_t value, int source_lane);
 uint32_t ballot(bool predicate);
 
-// Ends the block with `what` the thread has done where `holds` is false.
+// Ends the CTA with `what` the thread has done where `holds` is false.
 void require(bool holds, const char* what);
 
 // mma.sync.m16n8k16, fp32 accumulation: d = a b + c.
@@ -35,9 +35,9 @@ void copy_async(void* target, const void* source, bool exists);
 void commit_copies();
 void wait_copies(int groups_in_flight);
 
-// Runs `kernel` for every thread of every block, on emulated memories. `name` is that of its type.
+// Runs `kernel` for every thread of every CTA, on emulated memories.
 using Kernel = void (*)(const void* params, void* shared_memory);
-void run_grid(const char* name, int64_t blocks, int threads, int shared_bytes, Kernel kernel,
-              const void* params, int params_bytes);
+void run_grid(int64_t ctas, int threads, int shared_bytes, Kernel kernel, const void* params,
+              int params_bytes);
 
 }  // namespace flash_cute::emulator

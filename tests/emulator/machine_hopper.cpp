@@ -53,16 +53,14 @@ void store_matrix(void* row, const uint32_t (&words)[4]) {
 }
 
 void tma_load(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates) {
-  running->cta->tensor_copies.load(*running, map, target, barrier, coordinates, CALLER);
+  running->cta->tma.load(*running, map, target, barrier, coordinates, CALLER);
 }
 void tma_store(const void* map, const void* source, std::array<int, 5> coordinates) {
-  running->cta->tensor_copies.store(*running, map, source, coordinates, CALLER);
+  running->cta->tma.store(*running, map, source, coordinates, CALLER);
 }
-void fence_async_proxy() { running->clocks.show(running->index); }
-void tma_store_commit() { ++running->box_group; }
-void tma_store_wait(int groups_in_flight) {
-  running->cta->tensor_copies.wait(*running, groups_in_flight);
-}
+void fence_async_proxy() { running->clocks.fence(running->index); }
+void tma_store_commit() { ++running->tma_store_group; }
+void tma_store_wait(int groups_in_flight) { running->cta->tma.wait(*running, groups_in_flight); }
 void prefetch_tensor_map(const void*) {}
 
 void register_dealloc(int registers) {
@@ -72,10 +70,8 @@ void register_alloc(int registers) {
   running->cta->warpgroups.register_alloc(*running, registers, CALLER);
 }
 
-void multiply_async(const AsyncProduct& product) {
-  running->cta->warpgroups.multiply(*running, product, CALLER);
-}
-void wgmma_fence() { running->cta->warpgroups.begin(*running, CALLER); }
+void wgmma(const Wgmma& product) { running->cta->warpgroups.issue(*running, product, CALLER); }
+void wgmma_fence() { running->cta->warpgroups.fence(*running, CALLER); }
 void wgmma_commit() { running->cta->warpgroups.commit(*running, CALLER); }
 void wgmma_wait(int groups_in_flight) {
   running->cta->warpgroups.wait(*running, groups_in_flight, CALLER);

@@ -11,7 +11,7 @@ namespace flash_cute::emulator {
 // mbarriers: the barrier in shared memory at `barrier`. A phase is over when all arrivals have
 // come and all bytes that were expected.
 void init_barrier(const void* barrier, int arrivals);
-void fence_barrier_init();  // fence.mbarrier_init: those that the thread initialised
+void fence_barrier_init();  // fence.mbarrier_init, of those that the thread initialised
 void arrive_at_barrier(const void* barrier, int64_t expected_bytes);
 void wait_at_barrier(const void* barrier, uint32_t parity);
 
@@ -21,7 +21,7 @@ void arrive_named(int id, int threads);
 // stmatrix.x4: `row` is the address of one of the 32 rows of 16 bytes.
 void store_matrix(void* row, const uint32_t (&words)[4]);
 
-// TMA, by a tensor map as `encode_tensor_map` (tensor_copy.h) left it: to shared memory, and from
+// TMA, by a tensor map as `encode_tensor_map` (tma.h) left it: to shared memory, and from
 // there.
 void tma_load(const void* map, void* target, const void* barrier, std::array<int, 5> coordinates);
 void tma_store(const void* map, const void* source, std::array<int, 5> coordinates);
@@ -37,7 +37,7 @@ void register_alloc(int registers);
 // wgmma, m64nNk16, of a warp's 16 rows: D = A B^T, added to what is there or not. B is (columns,
 // k), or lies as (k, columns). Operands in shared memory are descriptors as the hardware reads
 // them.
-struct AsyncProduct {
+struct Wgmma {
   Operand type;
   int columns;
   bool add;
@@ -47,7 +47,7 @@ struct AsyncProduct {
   const uint32_t* a_registers;  // (4), in place of `a`
   float* d;                     // (columns / 2)
 };
-void multiply_async(const AsyncProduct& product);
+void wgmma(const Wgmma& product);
 void wgmma_fence();                     // wgmma.fence
 void wgmma_commit();                    // wgmma.commit_group
 void wgmma_wait(int groups_in_flight);  // wgmma.wait_group

@@ -18,7 +18,7 @@ void MBarriers::init(Thread& thread, const void* at, int arrivals, const void* c
     fail(thread, code, "initialises a barrier at %p, which is no place for one", at);
   }
   const uint32_t offset = shared.offset_of(at);
-  MBarrier barrier = {.offset = offset, .arrivals = arrivals, .missing = arrivals, .engine = -1};
+  MBarrier barrier = {.offset = offset, .arrivals = arrivals, .missing = arrivals, .tma_clock = -1};
   barrier.clocks.reset(thread.cta->clock_entries());
   barrier.last.reset(thread.cta->clock_entries());
   barrier.initialised = thread.clocks.epoch(thread.index);
@@ -52,8 +52,7 @@ MBarrier& MBarriers::find_published(Thread& thread, const void* at, const void* 
   MBarrier& barrier = find(thread, at, code);
   if (!barrier.published) {
     fail(thread, code,
-         "names the barrier at shared + %u to the copy engine, which has not been "
-         "told that it is there",
+         "names the barrier at shared + %u to TMA, with no fence after its initialisation",
          barrier.offset);
   }
   return barrier;
@@ -77,12 +76,12 @@ void MBarriers::arrive(Thread& thread, const void* at, int64_t bytes, const void
   thread.cta->yield(thread);
 }
 
-Epoch MBarriers::engine_epoch(Cta& cta, MBarrier& barrier) {
-  if (barrier.engine < 0) {
-    if (engines_ == Cta::kEngineClocks) cta.fail("copies arrive at more barriers than emulated");
-    barrier.engine = cta.launch().threads + engines_++;
+Epoch MBarriers::tma_epoch(Cta& cta, MBarrier& barrier) {
+  if (barrier.tma_clock < 0) {
+    if (tma_clocks_ == Cta::kTmaClocks) cta.fail("TMA arrives at more barriers than are emulated");
+    barrier.tma_clock = cta.launch().threads + tma_clocks_++;
   }
-  const Epoch epoch(barrier.engine, ++barrier.landings);
+  const Epoch epoch(barrier.tma_clock, ++barrier.landings);
   barrier.clocks.hear(epoch);
   return epoch;
 }

@@ -24,14 +24,14 @@ struct MBarrier {
   Clocks last;      // in the one before
   Epoch initialised;
   bool published;
-  int engine;         // the clocks' entry for the copies that arrive here; -1 before the first
+  int tma_clock;      // the clocks' entry of the TMA loads that arrive here; -1 before the first
   uint32_t landings;  // of copies, so far
   std::vector<Thread*> waiting;
 };
 
 class MBarriers {
  public:
-  void reset() { barriers_.clear(), engines_ = 0; }
+  void reset() { barriers_.clear(), tma_clocks_ = 0; }
 
   // For the running thread; `at` is the barrier's address.
   void init(Thread& thread, const void* at, int arrivals, const void* code);
@@ -39,10 +39,10 @@ class MBarriers {
   void arrive(Thread& thread, const void* at, int64_t bytes, const void* code);
   void wait(Thread& thread, const void* at, uint32_t parity, const void* code);
 
-  // For a copy whose arrival is to be told at `at`.
+  // For a TMA load that arrives at `at`.
   MBarrier& find_published(Thread& thread, const void* at, const void* code);
-  // The copy engine writes, at this epoch, what it then tells of.
-  Epoch engine_epoch(Cta& cta, MBarrier& barrier);
+  // The epoch at which TMA writes what then arrives.
+  Epoch tma_epoch(Cta& cta, MBarrier& barrier);
   void complete(Cta& cta, MBarrier& barrier, int64_t bytes);
 
   std::string describe(const Thread& thread) const;  // what it waits for
@@ -52,7 +52,7 @@ class MBarriers {
   void end_phase_if_over(Cta& cta, MBarrier& barrier);
 
   std::map<uint32_t, MBarrier> barriers_;
-  int engines_ = 0;
+  int tma_clocks_ = 0;
 };
 
 }  // namespace flash_cute::emulator

@@ -15,7 +15,6 @@ sys.path += [str(TESTS), str(TESTS.parent)]
 
 import torch  # noqa: E402
 from build_emulator import Library, build, variants  # noqa: E402
-from cases import check  # noqa: E402
 from emulator import Emulator  # noqa: E402
 from support import poisoned, random_inputs  # noqa: E402
 
@@ -34,34 +33,26 @@ def main() -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--scale", type=float)
     parser.add_argument("--seed", type=int, default=0, help="decides the order of threads")
-    parser.add_argument("--smem-limit", type=int, default=0, help="chooses sm80's row of the table")
-    parser.add_argument("--splits", type=int, default=0, help="into how many parts keys are split")
-    parser.add_argument("--multiprocessors", type=int, default=132, help="few: many tiles a block")
+    parser.add_argument("--smem-limit", type=int, default=0, help="chooses sm80's tile")
+    parser.add_argument("--splits", type=int, default=0, help="of the keys (split-KV)")
+    parser.add_argument("--multiprocessors", type=int, default=132, help="few: many tiles a CTA")
     parser.add_argument("--optimised", action="store_true", help="as the tests compile it")
     args = parser.parse_args()
 
     bucket = next(d for d in variants.ALL_HEAD_DIMS if d >= args.head_dim)
-    name = f"case/sm{args.arch}_{'O2' if args.optimised else 'O0'}_{bucket}_{args.dtype}"
-    library = Library(
-        name, args.arch, head_dims=(bucket,), dtypes=(args.dtype,), debug=not args.optimised
-    )
-    emulator = Emulator(build(library)[0], workers=1, arch=args.arch)
+    kernels = f"fwd_sm{args.arch}_hdim{bucket}_{args.dtype}"
+    flags = "-O2 -g1" if args.optimised else "-O0 -g"
+    library = Library(f"case/{kernels}_{flags[1:3]}", (f"{kernels}*",), flags=flags)
+    options = {"smem_limit": args.smem_limit, "splits": args.splits}
+    options["multiprocessors"] = args.multiprocessors
+    emulator = Emulator(build(library), args.arch, workers=1, **options)
     inputs = random_inputs(
-        1,
-        args.heads,
-        args.len_q,
-        args.head_dim,
+        *(1, args.heads, args.len_q, args.head_dim),
         heads_kv=args.heads_kv,
         len_k=args.len_k,
         dtype=DTYPES[args.dtype],
     )
-    options = {
-        "seed": args.seed,
-        "smem_limit": args.smem_limit,
-        "splits": args.splits,
-        "multiprocessors": args.multiprocessors,
-    }
-    print(check(emulator, *map(poisoned, inputs), args.causal, args.scale, **options)[2])
+    print(emulator.check(*map(poisoned, inputs), args.causal, args.scale, seed=args.seed)[2])
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ SharedMemory::Cell* SharedMemory::cells(const Thread& thread, const char* verb, 
                                         int bytes, const void* code) {
   const uint32_t offset = offset_of(address);
   if (offset + bytes > static_cast<uint32_t>(bytes_)) {
-    fail(thread, code, "%s %d bytes at shared + %u, beyond the block's %d bytes", verb, bytes,
-         offset, bytes_);
+    fail(thread, code, "%s %d bytes at shared + %u, beyond the CTA's %d bytes", verb, bytes, offset,
+         bytes_);
   }
   if (offset % bytes != 0) {
     fail(thread, code, "%s %d bytes at shared + %u, which is not aligned to them", verb, bytes,
@@ -114,7 +114,7 @@ SharedMemory::AsyncRead::AsyncRead(SharedMemory& memory, const AsyncReader& read
 void SharedMemory::AsyncRead::begin(uint32_t offset) {
   const Thread& first_thread = threads_.front();
   if (offset % kChunk != 0 || offset + kChunk > static_cast<uint32_t>(memory_.bytes_)) {
-    fail(first_thread, code_, "%s what lies at shared + %u, beyond the block's %d bytes",
+    fail(first_thread, code_, "%s what lies at shared + %u, beyond the CTA's %d bytes",
          reader_.verb, offset, memory_.bytes_);
   }
   const Cell* first = &memory_.cells_[offset / kCellBytes];
@@ -148,7 +148,7 @@ void SharedMemory::AsyncRead::check(const Thread& thread, uint32_t offset, const
     fail(thread, code_, "%s what lies at shared + %u, which %s %s, with no barrier in between",
          reader_.verb, offset, who.c_str(), place(cell.written_by).c_str());
   }
-  if (!by_copy && !thread.clocks.shown(cell.written)) {
+  if (!by_copy && !thread.clocks.fenced(cell.written)) {
     fail(thread, code_,
          "%s what lies at shared + %u, which thread %d wrote %s, with no fence.proxy.async ahead "
          "of the barrier in between",

@@ -1,5 +1,5 @@
-// The shared memory of a block, stricter than the real one: it knows of each byte who wrote it and
-// who read it last, and refuses what no barrier orders.
+// The shared memory of a CTA, stricter than the real one: it knows who wrote and who last read each
+// byte, and refuses what no barrier orders.
 #pragma once
 
 #include <cstdint>
@@ -37,24 +37,24 @@ class SharedMemory {
   void read(const Thread& thread, const void* address, int bytes, const void* code);
   void write(const Thread& thread, const void* address, int bytes, const void* code);
 
-  // An asynchronous copy in two parts: from its beginning nobody may touch the target, and what it
+  // An asynchronous copy in two steps: from its beginning nobody may touch the target, and what it
   // brings is written when the thread that began it waits for it.
   void begin_copy(const Thread& thread, void* target, int bytes, const void* code);
   void land_copy(const Thread& thread, void* target, const unsigned char* from, int bytes,
                  const void* code);
 
-  // What the copy engine brings, in chunks of 16 bytes: written at an epoch of its own.
+  // What TMA loads, in chunks of 16 bytes: written at an epoch of its own.
   static constexpr int kChunk = 16;
   void land_chunk(uint32_t offset, const unsigned char* from, Epoch written, const void* code);
 
-  // Who reads beside the threads, in their name, what these have shown to the copy engine.
+  // Who reads beside the threads, in their name: what is behind a proxy fence.
   struct AsyncReader {
     const char* name;
     const char* verb;
   };
-  static constexpr AsyncReader kProduct = {"a product", "multiplies"};
-  static constexpr AsyncReader kBox = {"a box", "stores"};
-  // A chunk that is read asynchronously in the name of a warp's threads, in two parts: from its
+  static constexpr AsyncReader kWgmma = {"a wgmma", "multiplies"};
+  static constexpr AsyncReader kTmaStore = {"a TMA store", "stores"};
+  // A chunk that is read asynchronously in the name of a warp's threads, in two steps: from its
   // beginning nobody may write it, and the warp is done with it when it has waited for that, at
   // `read`.
   class AsyncRead {
@@ -88,7 +88,7 @@ class SharedMemory {
   static constexpr int kCellBytes = 2;  // the smallest element of a kernel
   static constexpr int cell_count(int bytes) { return (bytes + kCellBytes - 1) / kCellBytes; }
 
-  // The cells of an access that lies within the block's shared memory and is aligned.
+  // The cells of an access that lies within the CTA's shared memory and is aligned.
   Cell* cells(const Thread& thread, const char* verb, const void* address, int bytes,
               const void* code);
   void check_exclusive(const Thread& thread, const char* verb, const void* address, int bytes,

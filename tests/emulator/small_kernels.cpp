@@ -1,210 +1,176 @@
-// Small kernels that show what the emulated machine allows and what it refuses
-// (test_emulated_machine.py): what a name promises is all that its kernel does.
-#include "small_kernels.h"
+// Small kernels that show what the emulated machine allows and what it refuses: programs of a few
+// steps, which test_emulated_machine.py writes down.
+#include <cuda.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
-#include <iterator>
-#include <string_view>
+#include <sstream>
+#include <stdexcept>
+#include <string>
 
 #include "launch.h"
-#include "tensor_copy.h"
+#include "machine.h"
+#include "machine_hopper.h"
+#include "tma.h"
 
 namespace flash_cute::emulator {
 namespace {
 
-constexpr SmallKernel kKernels[] = {
-    {"a barrier orders threads",
-     [](const Me& me) {
-       me.put(me.in());
-       sync_cta();
-       me.out(me.in_next_warp());
-     }},
-    {"a named barrier orders threads",
-     [](const Me& me) {
-       me.put(me.in());
-       sync_named(1, kThreads);
-       me.out(me.in_next_warp());
-     }},
-    {"a warp's barrier orders its lanes",
-     [](const Me& me) {
-       me.put(me.in());
-       sync_warp();
-       me.out(me.in_next_lane());
-     }},
-    {"a warp's barrier does not order other warps",
-     [](const Me& me) {
-       me.put(me.in());
-       sync_warp();
-       me.out(me.in_next_warp());
-     }},
-    {"a named barrier of each warp does not order the other",
-     [](const Me& me) {
-       me.put(me.in());
-       sync_named(1 + me.thread / 32, 32);
-       me.out(me.in_next_warp());
-     }},
-    {"read after write without a barrier",
-     [](const Me& me) {
-       me.put(me.in());
-       me.out(me.in_next_lane());
-     }},
-    {"write after read without a barrier",
-     [](const Me& me) {
-       me.put(me.in());
-       sync_cta();
-       const Chunk chunk = me.in_next_warp();
-       me.put(chunk);
-       me.out(chunk);
-     }},
-    {"write after write without a barrier",
-     [](const Me& me) {
-       me.shared.first[me.thread / 2] = me.in();
-       me.out(me.in());
-     }},
-    {"read of what nobody has written", [](const Me& me) { me.out(me.get(me.thread)); }},
-    {"read beyond shared memory",
-     [](const Me& me) { me.out(me.shared.first[sizeof(Shared) / sizeof(Chunk) + me.thread]); }},
-    {"a copy that is waited for, and a barrier",
-     [](const Me& me) {
-       me.begin_copy(me.shared.first);
-       wait_copies(0);
-       sync_cta();
-       me.out(me.in_next_warp());
-     }},
-    {"a copy that is waited for is there for its thread",
-     [](const Me& me) {
-       me.begin_copy(me.shared.first);
-       wait_copies(0);
-       me.out(me.get(me.thread));
-     }},
-    {"a copy that is not waited for",
-     [](const Me& me) {
-       me.begin_copy(me.shared.first);
-       sync_cta();
-       me.out(me.get(me.thread));
-     }},
-    {"a copy that is waited for without a barrier",
-     [](const Me& me) {
-       me.begin_copy(me.shared.first);
-       wait_copies(0);
-       me.out(me.in_next_lane());
-     }},
-    {"a wait for all groups but the newest",
-     [](const Me& me) {
-       me.begin_copy(me.shared.first);
-       me.begin_copy(me.shared.second);
-       wait_copies(1);
-       me.out(me.shared.first[me.thread]);
-     }},
-    {"a wait for an older group",
-     [](const Me& me) {
-       me.begin_copy(me.shared.second);
-       me.begin_copy(me.shared.first);
-       wait_copies(1);
-       me.out(me.shared.first[me.thread]);
-     }},
-    {"a copy to where others read",
-     [](const Me& me) {
-       me.put(me.in());
-       sync_cta();
-       me.out(me.in_next_warp());
-       me.begin_copy(me.shared.first);
-     }},
-    {"a copy from beyond the input",
-     [](const Me& me) {
-       copy_async(&me.shared.first[me.thread], &me.params.in[me.thread + 1], true);
-       me.out(me.in());
-     }},
-    {"a copy from beyond the input, switched off",
-     [](const Me& me) {
-       copy_async(&me.shared.first[me.thread], &me.params.in[me.thread + 1], me.thread < 63);
-       wait_copies(0);
-       me.out(me.get(me.thread));
-     }},
-    {"read beyond the input", [](const Me& me) { me.out(me.params.in[me.thread + 1]); }},
-    {"misaligned read of the input",
-     [](const Me& me) {
-       const auto* bytes = reinterpret_cast<const char*>(me.params.in);
-       copy_async(&me.shared.first[me.thread], bytes + 8 * me.thread, true);
-       me.out(me.in());
-     }},
-    {"read from nowhere",
-     [](const Me& me) { me.out(*reinterpret_cast<const Chunk*>(16 * (me.thread + 1))); }},
-    {"write beyond the output", [](const Me& me) { me.params.out[me.thread + 1] = me.in(); }},
-    {"write to the input",
-     [](const Me& me) { const_cast<Chunk*>(me.params.in)[me.thread] = me.in() + 1; }},
-    {"read of the output",
-     [](const Me& me) {
-       me.out(me.in());
-       me.put(me.params.out[me.thread ^ 1]);
-     }},
-    {"two writes of the same output", [](const Me& me) { me.params.out[me.thread / 2] = me.in(); }},
-    {"an output left out",
-     [](const Me& me) {
-       if (me.thread != 17) me.out(me.in());
-     }},
-    {"lanes of a warp part ways",
-     [](const Me& me) {
-       if (me.thread % 2) {
-         shuffle(0, 0);
-       } else {
-         ballot(true);
-       }
-       me.out(me.in());
-     }},
-    {"a barrier with a vote orders threads",
-     [](const Me& me) {
-       me.put(me.in());
-       require(sync_cta_or(me.thread == 17), "hears of no vote");
-       require(!sync_cta_or(false), "hears of a vote");
-       me.out(me.in_next_warp());
-     }},
-    {"a barrier at which some threads vote",
-     [](const Me& me) {
-       me.thread < 32 ? static_cast<void>(sync_cta_or(true)) : sync_cta();
-       me.out(me.in());
-     }},
-    {"a barrier that some threads skip",
-     [](const Me& me) {
-       if (me.thread != 17) sync_cta();
-       me.out(me.in());
-     }},
-    {"threads expected differ at a barrier",
-     [](const Me& me) {
-       sync_named(1, me.thread < 32 ? 32 : 64);
-       me.out(me.in());
-     }},
-    {"warps that arrive at one barrier and wait at another",
-     [](const Me& me) {
-       me.put(me.in());
-       arrive_named(1 + me.thread / 32, kThreads);
-       sync_named(2 - me.thread / 32, kThreads);
-       me.out(me.in_next_warp());
-     }},
-    {"who arrives without waiting knows nothing of the others",
-     [](const Me& me) {
-       me.put(me.in());
-       arrive_named(1, kThreads);
-       me.out(me.in_next_warp());
-     }},
-    {"two arrivals at a named barrier",
-     [](const Me& me) {
-       if (me.thread < 32) arrive_named(1, kThreads);
-       sync_named(1, kThreads);
-       me.out(me.in());
-     }},
-    {"stores of neighbouring words",
-     [](const Me& me) {
-       me.shared.words[0][me.thread] = 1;
-       me.out(me.in());
-     }},
-    {"stores of a column of words",
-     [](const Me& me) {
-       me.shared.words[me.thread][0] = 1;
-       me.out(me.in());
-     }},
+constexpr int kThreads = 64, kMaxSteps = 24;
+
+using Chunk = unsigned __int128;
+
+struct Shared {
+  Chunk first[kThreads];
+  Chunk second[kThreads];
+  uint32_t words[kThreads][32];
+  uint64_t barrier;
 };
+
+struct Params;
+
+// A thread of the CTA, and its one register.
+struct Me {
+  const Params& p;
+  Shared& s;
+  int thread = thread_index();
+  Chunk x = 0;
+
+  // Its place in a box of 8 rows of 128 bytes, whose chunks are permuted.
+  int swizzled() const { return thread / 8 * 8 + (thread % 8 ^ thread / 8); }
+  // Its warp's part of the input as four matrices of 8 rows; `row` is where this lane's goes.
+  void stmatrix(void* row) const;
+};
+
+struct Step {
+  void (*run)(Me&, int a, int b);
+  uint64_t who;  // a bit for each thread
+  int a, b;
+};
+
+// Kernels read their parameters as freely as constants. So the program is a part of them.
+struct Params {
+  CUtensorMap map;      // of `in`, as 8 rows of 128 bytes
+  CUtensorMap map_out;  // of `out`, likewise
+  const Chunk* in;      // (kThreads)
+  Chunk* out;           // (kThreads)
+  Step steps[kMaxSteps];
+};
+
+void Me::stmatrix(void* row) const {
+  const auto* in = reinterpret_cast<const uint32_t*>(p.in + thread / 32 * 32);
+  uint32_t words[4];
+  for (int matrix = 0; matrix < 4; ++matrix) words[matrix] = in[matrix * 32 + thread % 32];
+  store_matrix(row, words);
+}
+
+void copy(const Me& me, Chunk* target, const void* source, bool exists = true) {
+  copy_async(target, source, exists);
+  commit_copies();
+}
+
+constexpr struct {
+  const char* name;
+  void (*run)(Me&, int a, int b);
+} kSteps[] = {
+    // Plain accesses.
+    {"in", [](Me& me, int offset, int) { me.x = me.p.in[me.thread + offset]; }},
+    {"out", [](Me& me, int offset, int) { me.p.out[me.thread + offset] = me.x; }},
+    {"out_pair", [](Me& me, int, int) { me.p.out[me.thread / 2] = me.x; }},
+    {"write_in", [](Me& me, int, int) { const_cast<Chunk*>(me.p.in)[me.thread] = me.x + 1; }},
+    {"read_out", [](Me& me, int, int) { me.x = me.p.out[me.thread ^ 1]; }},
+    {"read_nowhere",
+     [](Me& me, int, int) { me.x = *reinterpret_cast<const Chunk*>(16 * (me.thread + 1)); }},
+    {"put", [](Me& me, int, int) { me.s.first[me.thread] = me.x; }},
+    {"put_pair", [](Me& me, int, int) { me.s.first[me.thread / 2] = me.x; }},
+    {"put_swizzled", [](Me& me, int, int) { me.s.first[me.swizzled()] = me.x; }},
+    {"put_second", [](Me& me, int, int) { me.s.second[me.swizzled()] = me.x; }},
+    {"put_word_row", [](Me& me, int, int) { me.s.words[0][me.thread] = 1; }},
+    {"put_word_column", [](Me& me, int, int) { me.s.words[me.thread][0] = 1; }},
+    {"get", [](Me& me, int flipped_bits, int) { me.x = me.s.first[me.thread ^ flipped_bits]; }},
+    {"get_swizzled", [](Me& me, int, int) { me.x = me.s.first[me.swizzled()]; }},
+    {"get_beyond",
+     [](Me& me, int, int) { me.x = me.s.first[sizeof(Shared) / sizeof(Chunk) + me.thread]; }},
+    // Barriers, and what warps do together.
+    {"sync", [](Me&, int, int) { sync_cta(); }},
+    {"sync_warp", [](Me&, int, int) { sync_warp(); }},
+    {"sync_named", [](Me&, int id, int threads) { sync_named(id, threads); }},
+    {"arrive_named", [](Me&, int id, int threads) { arrive_named(id, threads); }},
+    {"vote",
+     [](Me& me, int who, int) {
+       require(sync_cta_or(me.thread == who) == (who < kThreads), "hears of another vote");
+     }},
+    {"shuffle", [](Me&, int, int) { shuffle(0, 0); }},
+    {"ballot", [](Me&, int, int) { ballot(true); }},
+    // cp.async.
+    {"copy", [](Me& me, int, int) { copy(me, &me.s.first[me.thread], &me.p.in[me.thread]); }},
+    {"copy_second",
+     [](Me& me, int, int) { copy(me, &me.s.second[me.thread], &me.p.in[me.thread]); }},
+    {"copy_next",
+     [](Me& me, int count, int) {
+       copy(me, &me.s.first[me.thread], &me.p.in[me.thread + 1], me.thread < count);
+     }},
+    {"copy_misaligned",
+     [](Me& me, int, int) {
+       copy(me, &me.s.first[me.thread], reinterpret_cast<const char*>(me.p.in) + 8 * me.thread);
+     }},
+    {"wait_copies", [](Me&, int groups, int) { wait_copies(groups); }},
+    // mbarriers, TMA, stmatrix, setmaxnreg.
+    {"init", [](Me& me, int arrivals, int) { init_barrier(&me.s.barrier, arrivals); }},
+    {"fence_init", [](Me&, int, int) { fence_barrier_init(); }},
+    {"arrive", [](Me& me, int bytes, int) { arrive_at_barrier(&me.s.barrier, bytes); }},
+    {"wait", [](Me& me, int parity, int) { wait_at_barrier(&me.s.barrier, parity); }},
+    {"load", [](Me& me, int, int) { tma_load(&me.p.map, me.s.first, &me.s.barrier, {}); }},
+    {"fence_proxy", [](Me&, int, int) { fence_async_proxy(); }},
+    {"store",
+     [](Me& me, int row, int) { tma_store(&me.p.map_out, me.s.first, {0, 0, row, 0, 0}); }},
+    {"store_second",
+     [](Me& me, int row, int) { tma_store(&me.p.map_out, me.s.second, {0, 0, row, 0, 0}); }},
+    {"store_to_in", [](Me& me, int, int) { tma_store(&me.p.map, me.s.first, {}); }},
+    {"store_odd", [](Me& me, int, int) { tma_store(&me.p.map_out, me.s.first + 1, {}); }},
+    {"commit", [](Me&, int, int) { tma_store_commit(); }},
+    {"wait_stores", [](Me&, int groups, int) { tma_store_wait(groups); }},
+    {"stmatrix", [](Me& me, int, int) { me.stmatrix(&me.s.first[me.thread]); }},
+    {"stmatrix_column", [](Me& me, int, int) { me.stmatrix(&me.s.words[me.thread]); }},
+    {"dealloc", [](Me&, int registers, int) { register_dealloc(registers); }},
+    {"alloc", [](Me&, int registers, int) { register_alloc(registers); }},
+};
+
+// "17:", "not 17:", "w0:" (the first warp), "odd:"; without any, all threads.
+uint64_t threads_of(const std::string& who) {
+  if (who == "odd:") return 0xaaaaaaaaaaaaaaaa;
+  if (who[0] == 'w') return uint64_t{0xffffffff} << 32 * std::stoi(who.substr(1));
+  return uint64_t{1} << std::stoi(who);
+}
+
+// Steps are separated by semicolons: "who: name a b".
+void parse(const std::string& program, Step (&steps)[kMaxSteps]) {
+  std::istringstream lines(program);
+  Step* step = steps;
+  for (std::string line; std::getline(lines, line, ';');) {
+    std::istringstream words(line);
+    std::string name;
+    if (!(words >> name)) continue;
+    step->who = ~uint64_t{0};
+    if (name == "not") {
+      words >> name;
+      step->who = ~threads_of(name);
+      words >> name;
+    } else if (name.back() == ':') {
+      step->who = threads_of(name);
+      words >> name;
+    }
+    const auto known =
+        std::ranges::find(kSteps, name, [](const auto& s) { return std::string(s.name); });
+    if (known == std::end(kSteps) || step == std::end(steps) - 1) {
+      throw std::runtime_error("no step " + line + ", or too many");
+    }
+    step->run = known->run;
+    words >> step->a >> step->b;
+    ++step;
+  }
+}
 
 // Of 8 rows of 128 bytes.
 CUtensorMap map_of(const void* data) {
@@ -221,28 +187,27 @@ CUtensorMap map_of(const void* data) {
 }  // namespace
 }  // namespace flash_cute::emulator
 
-// Runs the kernel of that name on one block; 2 if there is none.
+// Runs the program on one CTA.
 extern "C" __attribute__((visibility("default"))) int emulate_small(
-    const char* name, const void* in, void* out, uint64_t seed,
+    const char* program, const void* in, void* out, uint64_t seed,
     flash_cute::emulator::Counters* counters, char* error, size_t error_bytes) {
   using namespace flash_cute::emulator;
-  for (const auto kernels : {std::span<const SmallKernel>(kKernels), small_hopper_kernels()}) {
-    const auto kernel = std::ranges::find(kernels, std::string_view(name), &SmallKernel::name);
-    if (kernel == kernels.end()) continue;
-    Session session{.seed = seed, .workers = 1};
-    const int64_t bytes = kThreads * sizeof(Chunk);
-    session.global.add({"in", GlobalMemory::Use::kInput, in, {1, 1, 1}, {}, bytes});
-    session.global.add({"out", GlobalMemory::Use::kOutput, out, {1, 1, 1}, {}, bytes});
-    const Params params{map_of(in), map_of(out), static_cast<const Chunk*>(in),
-                        static_cast<Chunk*>(out), kernel->body};
-    auto run = [](const void* params, void* shared) {
-      const auto& p = *static_cast<const Params*>(params);
-      p.body({p, *static_cast<Shared*>(shared)});
-    };
-    auto launch = [&] {
-      run_grid("small", 1, kThreads, sizeof(Shared), run, &params, sizeof params);
-    };
-    return run_session(session, launch, counters, error, error_bytes);
-  }
-  return 2;
+  Session session{.seed = seed, .workers = 1};
+  const int64_t bytes = kThreads * sizeof(Chunk);
+  session.global.add({"in", GlobalMemory::Use::kInput, in, {1, 1, 1}, {}, bytes});
+  session.global.add({"out", GlobalMemory::Use::kOutput, out, {1, 1, 1}, {}, bytes});
+  auto run = [](const void* params, void* shared) {
+    const auto& p = *static_cast<const Params*>(params);
+    Me me{p, *static_cast<Shared*>(shared)};
+    for (const Step* step = p.steps; step->run; ++step) {
+      if (step->who >> me.thread & 1) step->run(me, step->a, step->b);
+    }
+  };
+  auto launch = [&] {
+    Params params{
+        map_of(in), map_of(out), static_cast<const Chunk*>(in), static_cast<Chunk*>(out), {}};
+    parse(program, params.steps);
+    run_grid(1, kThreads, sizeof(Shared), run, &params, sizeof params);
+  };
+  return run_session(session, launch, counters, error, error_bytes);
 }

@@ -1,89 +1,119 @@
-"""What the emulated machine allows and refuses, by small kernels (small_kernels.cpp), and what it
-counts."""
+"""What the emulated machine allows and refuses, and what it counts, by programs of a few steps
+(small_kernels.cpp). 64 threads each have a chunk of 16 bytes of the input and of the output."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from emulator import EmulationError
+from emulator import EmulationError, Emulator
 
 RACE = "with no barrier in between"
+UNWRITTEN = "nobody has written"
 UNFINISHED = "has not waited for"
 NO_FENCE = "with no fence.proxy.async ahead"
 NOWHERE = "in no row of any tensor"
+STILL_READ = "which a TMA store of warp 0 still reads"
 
-ALLOWED = {  # the lane or thread whose input each thread puts out: its own with some bits flipped
-    "a barrier orders threads": 32,
-    "a barrier with a vote orders threads": 32,
-    "a named barrier orders threads": 32,
-    "a warp's barrier orders its lanes": 1,
-    "a copy that is waited for, and a barrier": 32,
-    "a copy that is waited for is there for its thread": 0,
-    "a wait for all groups but the newest": 0,
-    "warps that arrive at one barrier and wait at another": 32,
-    "a barrier in shared memory orders threads": 32,
-    "the phase before the first is over": 0,
-    "a box that is waited for": 0,
-    "a box that is stored": 0,
-    "boxes that reach beyond the output": 32,
-    "a write to where a box has been read": 0,
-    "a write once all boxes but the newest have been read": 32,
-    "matrices that are stored": 0,
-    "registers that change hands": 0,
+INIT_1 = "0: init 1; 0: fence_init; sync; "
+INIT_ALL = "0: init 64; 0: fence_init; sync; "
+LOAD = "0: arrive 1024; 0: load; "
+STORE = "in; put_swizzled; fence_proxy; sync; 0: store; 0: commit; "
+TWO_STORES = (
+    "in; put_swizzled; put_second; fence_proxy; sync; "
+    "0: store 4; 0: commit; 0: store_second -4; 0: commit; 0: wait_stores 1; "
+)
+
+#: Programs, and whose input each thread then puts out: its own, with some bits of its index flipped.
+ALLOWED = {
+    # Barriers.
+    "in; put; sync; get 32; out": 32,
+    "in; put; vote 17; vote 99; get 32; out": 32,
+    "in; put; sync_named 1 64; get 32; out": 32,
+    "in; put; sync_warp; get 1; out": 1,
+    "in; put; w0: arrive_named 1 64; w1: arrive_named 2 64; "
+    "w0: sync_named 2 64; w1: sync_named 1 64; get 32; out": 32,
+    INIT_ALL + "in; put; arrive; wait 0; get 32; out": 32,
+    INIT_1 + "wait 1; in; out": 0,  # the phase before the first is over
+    # cp.async.
+    "copy; wait_copies 0; sync; get 32; out": 32,
+    "copy; wait_copies 0; get; out": 0,
+    "copy; copy_second; wait_copies 1; get; out": 0,
+    # TMA.
+    INIT_1 + LOAD + "wait 0; get_swizzled; out": 0,
+    STORE + "0: wait_stores": 0,
+    STORE + "0: wait_stores; sync; put_swizzled": 0,
+    "in; put_swizzled; fence_proxy; sync; 0: store 4; 0: store -4; 0: commit; 0: wait_stores": 32,
+    TWO_STORES + "0: put_swizzled; 0: wait_stores": 32,
+    # stmatrix, setmaxnreg.
+    "stmatrix; sync_warp; get; out": 0,
+    "w0: dealloc 248; w1: alloc 256; in; out": 0,
 }
 REFUSED = {
-    "a warp's barrier does not order other warps": f"{RACE}|nobody has written",
-    "a named barrier of each warp does not order the other": f"{RACE}|nobody has written",
-    "read after write without a barrier": f"{RACE}|nobody has written",
-    "write after read without a barrier": RACE,
-    "write after write without a barrier": RACE,
-    "read of what nobody has written": "nobody has written",
-    "read beyond shared memory": "beyond the block's",
-    "a copy that is not waited for": UNFINISHED,
-    "a copy that is waited for without a barrier": f"{RACE}|{UNFINISHED}|nobody has written",
-    "a wait for an older group": UNFINISHED,
-    "a copy to where others read": f"{RACE}|{UNFINISHED}",
-    "a copy from beyond the input": NOWHERE,
-    "read beyond the input": NOWHERE,
-    "misaligned read of the input": "not aligned",
-    "read from nowhere": NOWHERE,
-    "write beyond the output": NOWHERE,
-    "write to the input": "writes 16 bytes at .* of the input in",
-    "read of the output": "of the output out.*, which is not to be read",
-    "two writes of the same output": "has been written already",
-    "an output left out": "nobody has written byte 272 of out",
-    "lanes of a warp part ways": "while other lanes of its warp are at",
-    "a barrier at which some threads vote": "votes? at barrier 0, where others do",
-    "a barrier that some threads skip": "every thread waits or is done .1 are., thread",
-    "threads expected differ at a barrier": "where others wait for|every thread waits",
-    "who arrives without waiting knows nothing of the others": f"{RACE}|nobody has written",
-    "two arrivals at a named barrier": "comes to barrier 1 again|every thread waits",
-    "a wait for the phase before": f"{RACE}|nobody has written",
-    "a barrier in shared memory that nobody initialised": "nobody has initialised",
-    "a barrier in shared memory, used before it is there": "nobody has initialised|no barrier in",
-    "an arrival too many": "whose phase has had its 1 arrivals",
-    "bytes that never come": "every thread waits .* lacks 0 of 64 arrivals and 1024 bytes",
-    "a box that is not waited for": f"{RACE}|{UNFINISHED}",
-    "a box to where others read": RACE,
-    "a box whose barrier the copy engine does not know": "has not been told",
-    "a box stored without a fence": NO_FENCE,
-    "a box stored with a fence behind the barrier": NO_FENCE,
-    "a box stored with a fence ahead of the writes": NO_FENCE,
-    "a box stored without a barrier": f"{RACE}|nobody has written",
-    "a box stored of what nobody has written": "nobody has written",
-    "a box stored twice": "has been written already",
-    "a box stored to the input": "stores 128 bytes at .* of the input in",
-    "a box stored from an odd place": "not aligned to 128 bytes",
-    "a box that is stored and not waited for": "ends without having waited for its box",
-    "a box that is stored and not committed": "ends without having committed its box",
-    "a write to where a box is read": "which a box of warp 0 still reads",
-    "a write to where a box has been read, without a barrier": (
-        f"which a box of warp 0 (still reads|has read .* {RACE})"
+    # Races.
+    "in; put; sync_warp; get 32; out": f"{RACE}|{UNWRITTEN}",
+    "in; put; w0: sync_named 1 32; w1: sync_named 2 32; get 32; out": f"{RACE}|{UNWRITTEN}",
+    "in; put; get 1; out": f"{RACE}|{UNWRITTEN}",
+    "in; put; sync; get 32; put; out": RACE,
+    "in; put_pair; out": RACE,
+    "in; put; arrive_named 1 64; get 32; out": f"{RACE}|{UNWRITTEN}",
+    INIT_ALL + "in; put; arrive; wait 1; get 32; out": f"{RACE}|{UNWRITTEN}",
+    # Memory.
+    "get; out": UNWRITTEN,
+    "get_beyond; out": "beyond the CTA's",
+    "in 1; out": NOWHERE,
+    "read_nowhere; out": NOWHERE,
+    "in; out 1": NOWHERE,
+    "in; write_in; out": "writes 16 bytes at .* of the input in",
+    "in; out; read_out": "of the output out.*, which is not to be read",
+    "in; out_pair": "has been written already",
+    "in; not 17: out": "nobody has written byte 272 of out",
+    # cp.async.
+    "copy; sync; get; out": UNFINISHED,
+    "copy; wait_copies 0; get 1; out": f"{RACE}|{UNFINISHED}|{UNWRITTEN}",
+    "copy_second; copy; wait_copies 1; get; out": UNFINISHED,
+    "in; put; sync; get 32; out; copy": f"{RACE}|{UNFINISHED}",
+    "copy_next 64": NOWHERE,
+    "copy_misaligned": "not aligned",
+    # Warps and barriers.
+    "odd: shuffle; ballot; in; out": "while other lanes of its warp are at",
+    "w0: vote 0; w1: sync; in; out": "votes? at barrier 0, where others do",
+    "not 17: sync; in; out": "every thread waits or is done .1 are., thread",
+    "w0: sync_named 1 32; w1: sync_named 1 64; in; out": "where others wait for|every thread waits",
+    "w0: arrive_named 1 64; sync_named 1 64; in; out": "comes to barrier 1 again|every thread waits",
+    # mbarriers.
+    "arrive; in; out": "nobody has initialised",
+    "0: init 64; sync_warp; arrive; in; out": "nobody has initialised|no barrier in",
+    INIT_1 + "0: arrive 16; 0: arrive": "whose phase has had its 1 arrivals",
+    INIT_ALL + "arrive 16; wait 0": "every thread waits .* lacks 0 of 64 arrivals and 1024 bytes",
+    # TMA loads.
+    INIT_1 + LOAD + "sync; get_swizzled; out": f"{RACE}|{UNFINISHED}",
+    INIT_1 + "in; put; out; " + LOAD + "wait 0": RACE,
+    "0: init 1; sync; " + LOAD: "to TMA, with no fence",
+    # TMA stores.
+    "in; put_swizzled; sync; 0: store; 0: commit; 0: wait_stores": NO_FENCE,
+    "in; put_swizzled; sync; fence_proxy; 0: store; 0: commit; 0: wait_stores": NO_FENCE,
+    "fence_proxy; in; put_swizzled; sync; 0: store; 0: commit; 0: wait_stores": NO_FENCE,
+    "in; put_swizzled; fence_proxy; 0: store; 0: commit; 0: wait_stores": f"{RACE}|{UNWRITTEN}",
+    "0: store; 0: commit; 0: wait_stores": UNWRITTEN,
+    STORE + "0: store; 0: commit; 0: wait_stores": "has been written already",
+    "in; put_swizzled; fence_proxy; sync; 0: store_to_in": "stores 128 bytes at .* of the input in",
+    "0: store_odd": "not aligned to 128 bytes",
+    STORE: "ends without having waited for its TMA store",
+    "in; put_swizzled; fence_proxy; sync; 0: store; 0: wait_stores": "without having committed its",
+    STORE + "0: put_swizzled": STILL_READ,
+    STORE + "sync; 0: wait_stores; odd: put_swizzled": (
+        f"which a TMA store of warp 0 (still reads|has read .* {RACE})"
     ),
-    "a write to where the newest box is read": "which a box of warp 0 still reads",
-    "registers that nobody gives back": "every thread waits .* for registers",
+    TWO_STORES + "0: put_second": STILL_READ,
+    # setmaxnreg.
+    "alloc 256; in; out": "every thread waits .* for registers",
 }
 SEEDS = pytest.mark.parametrize("seed", range(5))
+
+
+@pytest.fixture
+def machine(library) -> Emulator:
+    return Emulator(library)
 
 
 def some_input() -> torch.Tensor:
@@ -91,44 +121,44 @@ def some_input() -> torch.Tensor:
 
 
 @SEEDS
-@pytest.mark.parametrize("name", ALLOWED)
-def test_allowed(emulator, name, seed):
+@pytest.mark.parametrize("program", ALLOWED)
+def test_allowed(machine, program, seed):
     x = some_input()
-    out, _ = emulator.small(name, x, seed)
-    assert torch.equal(out, x[torch.arange(64) ^ ALLOWED[name]])
+    out, _ = machine.small(program, x, seed)
+    assert torch.equal(out, x[torch.arange(64) ^ ALLOWED[program]])
 
 
 @SEEDS
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(emulator, name, seed):
-    with pytest.raises(EmulationError, match=REFUSED[name]):
-        emulator.small(name, some_input(), seed)
+@pytest.mark.parametrize("program", REFUSED)
+def test_refused(machine, program, seed):
+    with pytest.raises(EmulationError, match=REFUSED[program]):
+        machine.small(program, some_input(), seed)
 
 
-def test_a_copy_that_is_switched_off_brings_zeros(emulator):
+def test_a_copy_that_is_switched_off_brings_zeros(machine):
     x = some_input()
-    out, _ = emulator.small("a copy from beyond the input, switched off", x)
+    out, _ = machine.small("copy_next 63; wait_copies 0; get; out", x)
     assert torch.equal(out[:63], x[1:]) and torch.all(out[63] == 0)
 
 
 @pytest.mark.parametrize(
-    "name, access, wavefronts, conflicts",
+    "step, access, wavefronts, conflicts",
     [
-        ("stores of neighbouring words", "store", 2, 0),
-        ("stores of a column of words", "store", 2, 62),
-        ("matrices stored to neighbouring rows", "store_matrix", 8, 0),
-        ("matrices stored to the same banks", "store_matrix", 8, 56),
+        ("put_word_row", "store", 2, 0),
+        ("put_word_column", "store", 2, 62),
+        ("stmatrix", "store_matrix", 8, 0),
+        ("stmatrix_column", "store_matrix", 8, 56),
     ],
 )
-def test_bank_conflicts(emulator, name, access, wavefronts, conflicts):
-    _, counters = emulator.small(name, some_input())
+def test_bank_conflicts(machine, step, access, wavefronts, conflicts):
+    _, counters = machine.small(f"{step}; in; out", some_input())
     count = getattr(counters, access)
     assert (count.wavefronts, count.conflicts) == (wavefronts, conflicts)
-    assert (counters.global_reads_16, counters.global_writes_16) == (64, 64)
+    assert counters.global_writes_16 == 64
 
 
-def test_bytes_of_boxes(emulator):
-    _, of_load = emulator.small("a box that is waited for", some_input())
-    _, of_stores = emulator.small("boxes that reach beyond the output", some_input())
-    assert (of_load.box_bytes, of_load.box_bytes_out) == (1024, 0)
-    assert (of_stores.box_bytes, of_stores.box_bytes_out) == (0, 1024)
+def test_bytes_of_tma(machine):
+    _, load = machine.small(INIT_1 + LOAD + "wait 0; get_swizzled; out", some_input())
+    _, store = machine.small(STORE + "0: wait_stores", some_input())
+    assert (load.tma_load_bytes, load.tma_store_bytes) == (1024, 0)
+    assert (store.tma_load_bytes, store.tma_store_bytes) == (0, 1024)

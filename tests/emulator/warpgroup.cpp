@@ -74,7 +74,7 @@ bool overlaps(const void* address, int bytes, const void* begin, int size) {
 void Warpgroups::reset(int threads) {
   warps_.assign(threads / 32, Warp{});
   operands_.assign((threads + 127) / 128, {});
-  // As a launch with one block on a multiprocessor gives them out.
+  // As a launch with one CTA on an SM gives them out.
   for (Warp& warp : warps_) warp.registers = std::min(65536 / threads / 8 * 8, 255);
   free_registers_ = 0;
   wanting_registers_.clear();
@@ -83,30 +83,30 @@ void Warpgroups::reset(int threads) {
 Warpgroups::Warp& Warpgroups::warp_of(const Thread& thread) { return warps_[warp_index(thread)]; }
 
 bool Warpgroups::in_flight(const Thread& thread) const {
-  return !warps_[warp_index(thread)].products.empty();
+  return !warps_[warp_index(thread)].issued.empty();
 }
 
 void Warpgroups::check_registers(const Thread& thread, const void* address, int bytes,
                                  bool is_write, const void* code) const {
   const int lane = thread.index % 32;
-  for (const Product& p : warps_[warp_index(thread)].products) {
+  for (const Issued& p : warps_[warp_index(thread)].issued) {
     const bool of_d = overlaps(address, bytes, p.d[lane], p.shape.columns / 2 * 4);
     const bool of_a = is_write && p.a[lane] && overlaps(address, bytes, p.a[lane], 16);
     if (!of_d && !of_a) continue;
-    fail(thread, code, "%s %s of a product that it began %s and has not waited for",
+    fail(thread, code, "%s %s of a wgmma that it issued %s and has not waited for",
          is_write ? "writes" : "reads", of_d ? "the accumulators" : "an operand in registers",
          place(p.code).c_str());
   }
 }
 
 void Warpgroups::check_done(const Thread& thread) const {
-  const auto& products = warps_[warp_index(thread)].products;
-  if (products.empty()) return;
-  fail(thread, products.front().code, "ends without having waited for its product");
+  const auto& issued = warps_[warp_index(thread)].issued;
+  if (issued.empty()) return;
+  fail(thread, issued.front().code, "ends without having waited for its wgmma");
 }
 
 template <class F>
-void Warpgroups::for_each_chunk(const AsyncProduct& product, int warp, F&& f) {
+void Warpgroups::for_each_chunk(const Wgmma& product, int warp, F&& f) {
   const Operands b(product.b);
   if (product.b_transposed) {
     for (int k = 0; k < kDepth; ++k) {
@@ -126,15 +126,14 @@ void Warpgroups::for_each_chunk(const AsyncProduct& product, int warp, F&& f) {
   }
 }
 
-void Warpgroups::begin_reads(const Thread* lanes, const Product& product) {
-  SharedMemory::AsyncRead read(lanes->cta->shared, SharedMemory::kProduct, {lanes, 32},
-                               product.code);
+void Warpgroups::begin_reads(const Thread* lanes, const Issued& product) {
+  SharedMemory::AsyncRead read(lanes->cta->shared, SharedMemory::kWgmma, {lanes, 32}, product.code);
   for_each_chunk(product.shape, warp_index(*lanes), [&](uint32_t offset) { read.begin(offset); });
 }
 
-void Warpgroups::begin(Thread& thread, const void* code) {
+void Warpgroups::fence(Thread& thread, const void* code) {
   auto complete = [](Cta& cta, Thread* lanes, void* const(&)[32]) {
-    cta.warpgroups.warp_of(*lanes).begun = true;
+    cta.warpgroups.warp_of(*lanes).fenced = true;
   };
   thread.cta->with_warp(thread, "wgmma.fence", nullptr, complete, code);
 }
@@ -143,48 +142,48 @@ void Warpgroups::commit(Thread& thread, const void* code) {
   auto complete = [](Cta& cta, Thread* lanes, void* const(&)[32]) {
     Warp& warp = cta.warpgroups.warp_of(*lanes);
     ++warp.group;
-    warp.begun = false;
+    warp.fenced = false;
   };
   thread.cta->with_warp(thread, "wgmma.commit_group", nullptr, complete, code);
 }
 
-void Warpgroups::multiply(Thread& thread, const AsyncProduct& product, const void* code) {
+void Warpgroups::issue(Thread& thread, const Wgmma& product, const void* code) {
   struct Lane {
-    const AsyncProduct& product;
+    const Wgmma& product;
     const void* code;
   } mine{product, code};
   auto complete = [](Cta& cta, Thread* threads, void* const(&lanes)[32]) {
     const auto& [first, code] = *static_cast<Lane*>(lanes[0]);
     Warpgroups& all = cta.warpgroups;
     Warp& warp = all.warp_of(*threads);
-    if (!warp.begun) fail(*threads, code, "issues a product with no wgmma.fence before it");
+    if (!warp.fenced) fail(*threads, code, "issues a wgmma with no wgmma.fence before it");
     if (!Operands(first.b).is_emulated() ||
         !(first.a_registers || Operands(first.a).is_emulated())) {
-      fail(*threads, code, "issues a product of a layout that is not emulated");
+      fail(*threads, code, "issues a wgmma of a layout that is not emulated");
     }
-    Product p{first, {}, {}, warp.group, code};
+    Issued p{first, {}, {}, warp.group, code};
     for (int i = 0; i < 32; ++i) {
-      const AsyncProduct& lane = static_cast<Lane*>(lanes[i])->product;
+      const Wgmma& lane = static_cast<Lane*>(lanes[i])->product;
       p.a[i] = lane.a_registers;
       p.d[i] = lane.d;
       if (lane.a != first.a || lane.b != first.b) {
-        fail(threads[i], code, "issues another product than the other lanes of its warp");
+        fail(threads[i], code, "issues another wgmma than the other lanes of its warp");
       }
     }
     // All warps of a warpgroup issue the same, and the same wgmma.commit_group and wait_group
     // before it, as PTX wants it.
     auto& operands = all.operands_[warp_index(*threads) / 4];
     const Shared shared{first.a, first.b, warp.group, warp.waits};
-    if (warp.issued == static_cast<int64_t>(operands.size())) operands.push_back(shared);
-    const Shared& theirs = operands[warp.issued++];
+    if (warp.count == static_cast<int64_t>(operands.size())) operands.push_back(shared);
+    const Shared& theirs = operands[warp.count++];
     if (theirs.group != shared.group || theirs.waits != shared.waits) {
-      fail(*threads, code, "has not waited for products as its warpgroup's other warps have");
+      fail(*threads, code, "has not waited for wgmmas as its warpgroup's other warps have");
     }
     if (theirs != shared) {
-      fail(*threads, code, "issues another product than the other warps of its warpgroup");
+      fail(*threads, code, "issues another wgmma than the other warps of its warpgroup");
     }
     all.begin_reads(threads, p);
-    warp.products.push_back(p);
+    warp.issued.push_back(p);
   };
   thread.cta->with_warp(thread, "wgmma", &mine, complete, code);
 }
@@ -200,9 +199,9 @@ void Warpgroups::wait(Thread& thread, int groups_in_flight, const void* code) {
     warp.waits = 31 * warp.waits + groups + 1;
     const int index = warp_index(*threads);
     const Epoch now = threads->clocks.epoch(threads->index);
-    auto is_done = [&](const Product& p) { return p.group < warp.group - groups; };
+    auto is_done = [&](const Issued& p) { return p.group < warp.group - groups; };
     bool any = false;
-    for (const Product& p : warp.products) {
+    for (const Issued& p : warp.issued) {
       if (!is_done(p)) continue;
       run(cta, index, p);
       for_each_chunk(p.shape, index,
@@ -210,16 +209,16 @@ void Warpgroups::wait(Thread& thread, int groups_in_flight, const void* code) {
       any = true;
     }
     if (!any) return;
-    std::erase_if(warp.products, is_done);
-    for (const Product& p : warp.products) cta.warpgroups.begin_reads(threads, p);
+    std::erase_if(warp.issued, is_done);
+    for (const Issued& p : warp.issued) cta.warpgroups.begin_reads(threads, p);
     for (int i = 0; i < 32; ++i) threads[i].clocks.hear(now);
     threads->clocks.advance(threads->index);
   };
   thread.cta->with_warp(thread, "wgmma.wait_group", &mine, complete, code);
 }
 
-void Warpgroups::run(Cta& cta, int warp, const Product& product) {
-  const AsyncProduct& p = product.shape;
+void Warpgroups::run(Cta& cta, int warp, const Issued& product) {
+  const Wgmma& p = product.shape;
   float a[kRows][kDepth], b[kDepth][kMaxColumns], d[kRows][kMaxColumns];
   auto element = [&](uint32_t offset) {
     return reinterpret_cast<const uint16_t*>(cta.shared.data() + offset);
@@ -272,7 +271,7 @@ void Warpgroups::run(Cta& cta, int warp, const Product& product) {
       product.d[l][v] = d[l / 4 + v / 2 % 2 * 8][v / 4 * 8 + l % 4 * 2 + v % 2];
     }
   }
-  ++cta.counters.products;
+  ++cta.counters.wgmma;
 }
 
 void Warpgroups::register_dealloc(Thread& thread, int registers, const void* code) {

@@ -1,4 +1,4 @@
-// Copies of boxes of tensors to shared memory, and from there, by the copy engine (TMA).
+// TMA: copies boxes of tensors to shared memory, and from there.
 #pragma once
 
 #include <array>
@@ -37,7 +37,7 @@ using Coordinates = std::array<int, TensorMap::kRank>;
 void* encode_tensor_map();
 extern bool refuses_tensor_maps;
 
-class TensorCopies {
+class Tma {
  public:
   void reset();
   bool under_way() const { return !loads_.empty() || unread_ > 0; }

@@ -1,4 +1,4 @@
-#include "tensor_copy.h"
+#include "tma.h"
 
 #include <cuda.h>
 
@@ -11,7 +11,7 @@
 namespace flash_cute::emulator {
 
 template <class F>
-void TensorCopies::Box::for_each_row(F&& f) const {
+void Tma::Box::for_each_row(F&& f) const {
   for (int row = 0; row < map.box_rows(); ++row) {
     const unsigned char* address = map.data + int64_t{coordinates[0]} * TensorMap::kElementBytes;
     bool exists = coordinates[0] >= 0;
@@ -29,7 +29,7 @@ void TensorCopies::Box::for_each_row(F&& f) const {
 }
 
 template <class F>
-void TensorCopies::Box::for_each_chunk(F&& f) const {
+void Tma::Box::for_each_chunk(F&& f) const {
   // Chunks are permuted among the rows of 128 bytes by the address: by its bits 7 to 9, or 7 and 8.
   const uint32_t permuted = map.row_bytes / SharedMemory::kChunk - 1;
   for_each_row([&](int row_offset, const unsigned char* address, int bytes) {
@@ -42,15 +42,14 @@ void TensorCopies::Box::for_each_chunk(F&& f) const {
   });
 }
 
-void TensorCopies::reset() {
+void Tma::reset() {
   loads_.clear();
   stores_.clear();
   unread_ = 0;
 }
 
-TensorCopies::Box TensorCopies::box_at(Thread& thread, const char* verb, const void* map,
-                                       const void* shared, const Coordinates& coordinates,
-                                       const void* code) {
+Tma::Box Tma::box_at(Thread& thread, const char* verb, const void* map, const void* shared,
+                     const Coordinates& coordinates, const void* code) {
   Cta& cta = *thread.cta;
   Box box{{}, coordinates, cta.shared.offset_of(shared), code};
   const auto* params = static_cast<const char*>(cta.launch().params);
@@ -68,8 +67,8 @@ TensorCopies::Box TensorCopies::box_at(Thread& thread, const char* verb, const v
   return box;
 }
 
-void TensorCopies::load(Thread& thread, const void* map, void* target, const void* barrier,
-                        const Coordinates& coordinates, const void* code) {
+void Tma::load(Thread& thread, const void* map, void* target, const void* barrier,
+               const Coordinates& coordinates, const void* code) {
   Cta& cta = *thread.cta;
   const Load load{box_at(thread, "copies to", map, target, coordinates, code),
                   &cta.mbarriers.find_published(thread, barrier, code)};
@@ -84,14 +83,14 @@ void TensorCopies::load(Thread& thread, const void* map, void* target, const voi
       fail(thread, code, "copies %d bytes from %p, %s", bytes, static_cast<const void*>(address),
            wrong.c_str());
     }
-    cta.counters.box_bytes += bytes;
+    cta.counters.tma_load_bytes += bytes;
   });
   loads_.push_back(load);
   cta.yield(thread);
 }
 
-void TensorCopies::land(Cta& cta, const Load& load) {
-  const Epoch written = cta.mbarriers.engine_epoch(cta, *load.barrier);
+void Tma::land(Cta& cta, const Load& load) {
+  const Epoch written = cta.mbarriers.tma_epoch(cta, *load.barrier);
   load.box.for_each_chunk([&](uint32_t offset, const unsigned char* address, int bytes) {
     unsigned char chunk[SharedMemory::kChunk] = {};
     if (address) std::memcpy(chunk, address, bytes);
@@ -100,11 +99,11 @@ void TensorCopies::land(Cta& cta, const Load& load) {
   cta.mbarriers.complete(cta, *load.barrier, load.box.bytes());
 }
 
-void TensorCopies::store(Thread& thread, const void* map, const void* source,
-                         const Coordinates& coordinates, const void* code) {
+void Tma::store(Thread& thread, const void* map, const void* source, const Coordinates& coordinates,
+                const void* code) {
   Cta& cta = *thread.cta;
   const Store store{box_at(thread, "stores from", map, source, coordinates, code), &thread,
-                    thread.box_group, false};
+                    thread.tma_store_group, false};
   begin_read(cta, store);
   store.box.for_each_row([&](int, const unsigned char* address, int bytes) {
     if (!address) return;
@@ -113,19 +112,20 @@ void TensorCopies::store(Thread& thread, const void* map, const void* source,
       fail(thread, code, "stores %d bytes at %p, %s", bytes, static_cast<const void*>(address),
            wrong.c_str());
     }
-    cta.counters.box_bytes_out += bytes;
+    cta.counters.tma_store_bytes += bytes;
   });
   stores_.push_back(store);
   ++unread_;
   cta.yield(thread);
 }
 
-void TensorCopies::begin_read(Cta& cta, const Store& store) {
-  SharedMemory::AsyncRead read(cta.shared, SharedMemory::kBox, {store.thread, 1}, store.box.code);
+void Tma::begin_read(Cta& cta, const Store& store) {
+  SharedMemory::AsyncRead read(cta.shared, SharedMemory::kTmaStore, {store.thread, 1},
+                               store.box.code);
   store.box.for_each_chunk([&](uint32_t offset, const unsigned char*, int) { read.begin(offset); });
 }
 
-void TensorCopies::read(Cta& cta, Store& store) {
+void Tma::read(Cta& cta, Store& store) {
   store.box.for_each_chunk([&](uint32_t offset, const unsigned char* address, int bytes) {
     // A tensor that is stored is one that may be written.
     if (address)
@@ -135,12 +135,12 @@ void TensorCopies::read(Cta& cta, Store& store) {
   --unread_;
 }
 
-void TensorCopies::wait(Thread& thread, int groups_in_flight) {
+void Tma::wait(Thread& thread, int groups_in_flight) {
   Cta& cta = *thread.cta;
   const Epoch now = thread.clocks.epoch(thread.index);
   const int warp = thread.index / 32;
   auto is_waited_for = [&](const Store& store) {
-    return store.thread == &thread && store.group < thread.box_group - groups_in_flight;
+    return store.thread == &thread && store.group < thread.tma_store_group - groups_in_flight;
   };
   for (Store& store : stores_) {
     if (!is_waited_for(store)) continue;
@@ -156,15 +156,15 @@ void TensorCopies::wait(Thread& thread, int groups_in_flight) {
   }
 }
 
-void TensorCopies::check_stored(const Thread& thread) const {
+void Tma::check_stored(const Thread& thread) const {
   for (const Store& store : stores_) {
     if (store.thread != &thread) continue;
-    fail(thread, store.box.code, "ends without having %s its box",
-         store.group == thread.box_group ? "committed" : "waited for");
+    fail(thread, store.box.code, "ends without having %s its TMA store",
+         store.group == thread.tma_store_group ? "committed" : "waited for");
   }
 }
 
-void TensorCopies::happen(Cta& cta, uint32_t dice) {
+void Tma::happen(Cta& cta, uint32_t dice) {
   const size_t which = dice % (loads_.size() + unread_);
   if (which < loads_.size()) {
     std::swap(loads_[which], loads_.back());
@@ -178,10 +178,10 @@ void TensorCopies::happen(Cta& cta, uint32_t dice) {
   }
 }
 
-void TensorCopies::check_loaded(Cta& cta) const {
+void Tma::check_loaded(Cta& cta) const {
   if (loads_.empty()) return;
-  cta.fail("block " + std::to_string(cta.block()) + " ends while a copy is under way that began " +
-           place(loads_.front().box.code));
+  cta.fail("CTA " + std::to_string(cta.index()) +
+           " ends while a TMA load is under way that began " + place(loads_.front().box.code));
 }
 
 namespace {
