@@ -60,8 +60,8 @@ void launch_fwd_sm90(const FwdPlan&, const FwdParams&, int, cudaStream_t) {{
 
 @dataclass(frozen=True)
 class Library:
-    """Kernels to emulate: `kernels` are patterns of the names that variants.py gives their files.
-    `sources` is the folder in the checkout that they are compiled from."""
+    """`kernels` are patterns of the names that variants.py gives the kernels' files. `sources` is
+    the folder in the checkout that they are compiled from."""
 
     name: str
     kernels: Sequence[str]
@@ -77,14 +77,15 @@ class Library:
         return f"{self.folder}/emulated.so"
 
     def files(self) -> list[str]:
-        """What is compiled: the generated files of kernels, and the host's sources."""
+        """What is compiled: the kernels' generated files, and the host's sources."""
         generated = variants.generate(ROOT / self.folder / "variants", sm90=True)
         kernels = [f for f in generated if any(fnmatch(f.stem, name) for name in self.kernels)]
         left_out = [f.read_text().splitlines() for f in generated if f not in kernels]
         lines = [line for file in left_out for line in file if line.startswith("template ")]
         absent = write(f"{self.folder}/absent.cpp", ABSENT.format(instantiations="\n".join(lines)))
-        host = [f for f in (ROOT / self.sources).rglob("*.c*") if f.name != "torch_binding.cpp"]
-        return [absent, *(f.relative_to(ROOT).as_posix() for f in sorted([*kernels, *host]))]
+        others = [f for f in (ROOT / self.sources).rglob("*") if f.suffix in (".cpp", ".cu")]
+        sources = [f for f in [*kernels, *sorted(others)] if f.name != "torch_binding.cpp"]
+        return [absent, *(f.relative_to(ROOT).as_posix() for f in sources)]
 
 
 #: What the tests use. fp16 differs by types alone: of sm90, one head dim.

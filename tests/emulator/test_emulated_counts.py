@@ -1,39 +1,49 @@
-"""What the emulated machine counts in the forward kernels, for every row of the tile table: no bank
-conflict anywhere, and traffic and work as few as they can be."""
+"""What the emulated machine counts, for every entry of the tile tables: no bank conflicts, and
+traffic and products as few as they can be."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from cases import check
-from emulator import ACCESSES
+from emulator import Emulator
 from support import poisoned, random_inputs
 
 from flash_cute import ops
 
 KB = 1024
-# What a device lends to one block: sm_90, sm_80, sm_86.
-LIMITS = [227 * KB, 163 * KB, 99 * KB]
-TILES = {
-    f"{t['head_dim']}-{t['block_m']}x{t['block_n']}-{t['warps']}-{t['column_warps']}": (t, limit)
-    for limit in LIMITS
-    for t in ops.tiles_for(limit)
-}
 KEY_BLOCKS = 3
+# What a device lends to one CTA: sm_90, sm_80, sm_86.
+LIMITS = [227 * KB, 163 * KB, 99 * KB]
 
 
-@pytest.mark.parametrize("name", TILES)
-def test_counts(emulator, name):
-    tile, smem_limit = TILES[name]
+def name_of(tile):
+    return f"{tile['head_dim']}-{tile['block_m']}x{tile['block_n']}-{tile['warps']}"
+
+
+SM80 = {f"{name_of(t)}-{t['column_warps']}": (t, lim) for lim in LIMITS for t in ops.tiles_for(lim)}
+SM90 = {
+    f"{name_of(tile)}-{mask}": (tile, mask)
+    for tile in ops.build_info()["tiles"]
+    for mask in ("full", "banded")
+    if tile["arch"] == "sm90" and tile["mask"] in ("any", mask)
+}
+
+
+def inputs_of(*sizes, **options):
+    return map(poisoned, random_inputs(*sizes, dtype=torch.bfloat16, **options))
+
+
+@pytest.mark.parametrize("name", SM80)
+def test_sm80(sm80, name):
+    tile, smem_limit = SM80[name]
     m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
     sharing = tile["column_warps"]  # warps that have a row together
     readers = tile["warps"] // sharing  # that read all of K and V, alone or together
-    inputs = random_inputs(1, 1, m, d, len_k=n, dtype=torch.bfloat16)
-    counters = check(emulator, *map(poisoned, inputs), smem_limit=smem_limit)[2]
+    counters = sm80.check(*inputs_of(1, 1, m, d, len_k=n), smem_limit=smem_limit)[2]
 
-    assert {access: getattr(counters, access).conflicts for access in ACCESSES} == dict.fromkeys(
-        ACCESSES, 0
-    )
+    assert counters.bank_conflicts() == 0
     # Each chunk of 16 bytes, 8 elements, goes from global to shared memory once, 8 at a time.
     assert counters.global_reads_16 == (m + 2 * n) * d // 8 and counters.global_reads == 0
     assert counters.copy_async.wavefronts == (m + 2 * n) * d // 64
@@ -46,8 +56,8 @@ def test_counts(emulator, name):
     # Two products of 16 x 8 x 16.
     assert counters.mma == 2 * m * n * d // (16 * 8 * 16)
     # O and P go through shared memory in words, O leaves in chunks; the LSE leaves in words. Of
-    # shared rows a warp tells a word each, of 8 at a time, and reads everybody's: the maxima of the
-    # first block, after which no row rises here, and the sums.
+    # shared rows a warp writes a word each, of 8 at a time, and reads everybody's: the maxima of
+    # the first block, after which no row exceeds its limit here, and the sums.
     words = 2 * sharing * m // 8 if sharing > 1 else 0
     assert counters.store.wavefronts == m * d // 2 // 32 + p + words
     assert counters.load.wavefronts == m * d // 64 + words * sharing
@@ -55,53 +65,91 @@ def test_counts(emulator, name):
     # Two a block of keys; with two of these in shared memory, one, and another ahead of the first;
     # one before O is read. Of shared rows one for each P, and those of maxima and sums.
     shared = 2 + KEY_BLOCKS if sharing > 1 else 0
-    of_blocks = KEY_BLOCKS + 1 if tile["stages"] == 2 else 2 * KEY_BLOCKS
-    assert counters.block_barriers == 1 + of_blocks + shared
+    blocks = KEY_BLOCKS + 1 if tile["stages"] == 2 else 2 * KEY_BLOCKS
+    assert counters.cta_barriers == 1 + blocks + shared
 
 
-@pytest.mark.parametrize(
-    "head_dim, flops", [(32, 32.0), (64, 32.0), (96, 25.6), (128, 21.3), (192, 14.2), (256, 14.2)]
-)
-def test_flops_for_each_byte_of_shared_memory(emulator, head_dim, flops):
-    """Of the tiles for 99 KB, as notes/sm80_forward.md has them: what a block of keys adds."""
-    (tile,) = (t for t in ops.tiles_for(LIMITS[-1]) if t["head_dim"] == head_dim)
-    m, n = tile["block_m"], tile["block_n"]
-    read = []
-    for key_blocks in (2, 3):
-        inputs = random_inputs(1, 1, m, head_dim, len_k=key_blocks * n, dtype=torch.bfloat16)
-        counters = check(emulator, *inputs, smem_limit=LIMITS[-1])[2]
-        read.append(128 * counters.load_matrix.wavefronts)
-    assert round(4 * m * n * head_dim / (read[1] - read[0]), 1) == flops
+@pytest.mark.parametrize("name", SM80)
+def test_products_of_sm80(sm80, name):
+    tile, smem_limit = SM80[name]
+    m, n, d = tile["block_m"], tile["block_n"], tile["head_dim"]
+    # Whether a warp has two MMAs along the rows, one in each half of the tile, and all columns.
+    has_halves = m == 32 * tile["warps"]
+
+    def products(rows, len_k, is_causal):
+        inputs = inputs_of(1, 1, rows, d, len_k=len_k)
+        return sm80.check(*inputs, is_causal, smem_limit=smem_limit)[2].mma * (16 * 8 * 16)
+
+    # A tile that has no more than half of its rows multiplies no others, except under a mask at
+    # head dim 128; to a single row, as in decoding, a causal mask is none.
+    for rows in (1, m // 2, m // 2 + 1):
+        for is_causal in (False, True):
+            takes_half = has_halves and (rows == 1 or not (is_causal and d == 128))
+            halves = 1 if takes_half and rows <= m // 2 else 2
+            assert products(rows, 2 * n, is_causal) == halves * m * 2 * n * d
+    # Of a square tile on the diagonal the first half of the rows sees nothing of the second half
+    # of the keys.
+    leaves_out = has_halves and n <= m // 2
+    assert products(m, m, True) == (3 if leaves_out else 4) * 2 * m * m * d // 4
 
 
-def has_halves(tile):
-    """Whether a warp has two MMAs along the rows, one in each half of the tile, and all columns."""
-    return tile["block_m"] == 32 * tile["warps"]
+@pytest.mark.parametrize("name", SM90)
+def test_sm90(sm90, name):
+    """Each serves two heads with as many queries as it has in a tile."""
+    tile, mask = SM90[name]
+    heads, d, m, n = 2, tile["head_dim"], tile["block_m"], KEY_BLOCKS * tile["block_n"]
+    # Under a mask that keeps the last key from the first query.
+    band = {"window_right": 0, "diagonal_offset": n - 2} if mask == "banded" else {}
+    counters = sm90.check(*inputs_of(1, heads, m, d, len_k=n), **band, multiprocessors=1)[2]
+    assert counters.bank_conflicts() == 0
+    # TMA reads each element once, threads read none.
+    assert counters.tma_load_bytes == heads * (m + 2 * n) * d * 2
+    assert counters.global_reads_16 == counters.global_reads == 0
+    # It writes each once as well, from where it lies in shared memory once. Threads write the LSE.
+    assert counters.tma_store_bytes == heads * m * d * 2
+    assert counters.store_matrix.wavefronts == heads * m * d * 2 // 128
+    assert (counters.global_writes_16, counters.global_writes) == (0, heads * m)
+    # The producer tells each consumer of the tiles and of the end, in 16 bytes that g++ takes for
+    # four words; its four warps read that.
+    told = (heads + 1) * 4 * m // 64
+    assert (counters.store.wavefronts, counters.load.wavefronts) == (told, 4 * told)
+    # 16 deep each: along the head for S, along the keys for O.
+    assert counters.wgmma == heads * m // 16 * (KEY_BLOCKS * d // 16 + n // 16)
+    assert counters.cta_barriers == 1
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", TILES)
-def test_products_of_few_rows(emulator, name, is_causal):
-    """A tile that has no more than half of its rows multiplies no others, except under a mask at
-    head dim 128; to a single row, as in decoding, a causal mask is none."""
-    tile, smem_limit = TILES[name]
-    m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
-    for rows in (1, 2, m // 2, m // 2 + 1):
-        takes_half = has_halves(tile) and (rows == 1 or not (is_causal and d == 128))
-        halves = 1 if takes_half and rows <= m // 2 else 2
-        inputs = random_inputs(1, 1, rows, d, len_k=n, dtype=torch.bfloat16)
-        counters = check(emulator, *map(poisoned, inputs), is_causal, smem_limit=smem_limit)[2]
-        assert counters.mma == halves * m * n * d // (16 * 8 * 16)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_of_sm90(sm90, head_dim):
+    # Consumers without rows have none.
+    for len_q in (1, 64, 65, 300):
+        sizes = {"heads_q": 1, "len_q": len_q, "len_k": 256, "head_dim": head_dim}
+        n = sm90.plan(**sizes, multiprocessors=1, splits=1)["block_n"]
+        inputs = inputs_of(1, 1, len_q, head_dim, len_k=256)
+        counters = sm90.check(*inputs, multiprocessors=1, splits=1)[2]
+        assert counters.wgmma == 4 * math.ceil(len_q / 64) * 256 // n * (head_dim + n) // 16
+    # Under a causal mask each consumer stops at the last block of which its 64 rows see a key.
+    sizes = {"len_q": 512, "len_k": 512, "head_dim": head_dim, "window_right": 0}
+    n = sm90.plan(**sizes, multiprocessors=1)["block_n"]
+    counters = sm90.check(*inputs_of(1, 1, 512, head_dim), True, multiprocessors=1)[2]
+    blocks = sum(math.ceil(end / n) for end in range(64, 513, 64))
+    assert counters.wgmma == 4 * blocks * (head_dim + n) // 16
 
 
-@pytest.mark.parametrize("name", TILES)
-def test_products_under_a_causal_mask(emulator, name):
-    """Of a square tile on the diagonal a quarter is neither seen nor computed, if a warp has two
-    MMAs along the rows: those of the first half see nothing of the keys of the second."""
-    tile, smem_limit = TILES[name]
-    m, d = tile["block_m"], tile["head_dim"]
-    inputs = random_inputs(1, 1, m, d, dtype=torch.bfloat16)
-    counters = check(emulator, *map(poisoned, inputs), is_causal=True, smem_limit=smem_limit)[2]
-    leaves_out = has_halves(tile) and tile["block_n"] <= m // 2
-    quarters = 3 if leaves_out else 4
-    assert counters.mma == quarters * 2 * m * m * d // (16 * 8 * 16) // 4
+def test_splits_read_keys_once(library):
+    """And Q once for each, and of the splits' output, 4 bytes an element, all."""
+    rows, len_k, d, splits = 20, 640, 64, 5
+    elements = (splits * rows + 2 * len_k) * d
+    for arch in (80, 90):
+        inputs = inputs_of(1, 1, rows, d, len_k=len_k)
+        counters = Emulator(library, arch).check(*inputs, splits=splits)[2]
+        read_by_threads = splits * rows * d // 4 + (elements // 8 if arch == 80 else 0)
+        assert counters.global_reads_16 == read_by_threads
+        assert counters.tma_load_bytes == (2 * elements if arch == 90 else 0)
+        assert counters.tma_store_bytes == 0
+
+
+def test_packed_heads_read_the_keys_of_their_window_once(sm80):
+    band = {"window_left": 10, "window_right": 0, "diagonal_offset": 100}
+    inputs = inputs_of(1, 3, 1, 64, heads_kv=1, len_k=200)
+    block_n = sm80.plan(head_dim=64)["block_n"]  # the window lies in one block
+    assert sm80.check(*inputs, **band)[2].global_reads_16 == (3 + 2 * block_n) * 64 // 8

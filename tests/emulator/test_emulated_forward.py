@@ -1,239 +1,334 @@
-"""The forward kernels on the emulated machine: the cases of test_forward.py that the kernels
-themselves decide, where their size allows."""
+"""The forward kernels on the emulated machine, of both architectures, for whole keys and for
+split-KV: the cases of test_forward.py that the kernels themselves decide, where their size allows.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import emulator
 import pytest
 import torch
-from cases import check
+from emulator import EmulationError, Emulator
 from support import (
     BANDS,
     HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
+    NOT_FOR_SM90,
     check_rms_error,
     inputs_with_outliers,
     poisoned,
     random_call,
-    random_inputs,
     rising_inputs,
 )
+from support import random_inputs as random_inputs_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
-BOTH_DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-# Of one block's shared memory, in bytes: what sm_90, sm_80 and sm_86 lend. Between them every row
-# of the tile table is chosen.
-SMEM_LIMITS = [232448, 166912, 101376]
+MASKS = False, True
+BOTH_MASKS = pytest.mark.parametrize("is_causal", MASKS, ids=["full", "causal"])
+# Of one CTA's shared memory, in bytes: what sm_80 and sm_86 lend. By these and by what sm_90 lends
+# every entry of sm80's tile table is chosen.
+SMEM_LIMITS = [166912, 101376]
+
+
+def random_inputs(*sizes, dtype=BF16, **options):
+    return random_inputs_of(*sizes, dtype=dtype, **options)
+
+
+def dtypes_of(kernels, head_dim):
+    """Those that are built (build_emulator.py)."""
+    return [BF16, FP16] if kernels.arch == 80 or 32 < head_dim <= 64 else [BF16]
+
+
+def serves(kernels, scale):
+    return kernels.arch == 80 or scale > 0
 
 
 @BOTH_MASKS
-@BOTH_DTYPES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_head_dims_and_dtypes(emulator, dtype, head_dim, is_causal):
-    inputs = random_inputs(2, 4, 129, head_dim, heads_kv=2, len_k=193, dtype=dtype)
-    check(emulator, *map(poisoned, inputs), is_causal)
+def test_head_dims_and_dtypes(kernels, head_dim, is_causal):
+    for dtype in dtypes_of(kernels, head_dim):
+        inputs = random_inputs(2, 4, 129, head_dim, heads_kv=2, len_k=300, dtype=dtype)
+        kernels.check(*map(poisoned, inputs), is_causal)
 
 
 @BOTH_MASKS
-@BOTH_DTYPES
 @pytest.mark.parametrize("smem_limit", SMEM_LIMITS)
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-def test_every_row_of_the_tile_table(emulator, dtype, head_dim, smem_limit, is_causal):
-    inputs = random_inputs(1, 2, 200, head_dim, heads_kv=1, len_k=270, dtype=dtype)
-    check(emulator, *map(poisoned, inputs), is_causal, smem_limit=smem_limit)
+def test_every_tile_of_sm80(sm80, head_dim, smem_limit, is_causal):
+    for dtype, splits in itertools.product([BF16, FP16], [1, 2]):
+        inputs = random_inputs(1, 2, 150, head_dim, heads_kv=1, len_k=270, dtype=dtype)
+        options = {"smem_limit": smem_limit, "splits": splits}
+        sm80.check(*map(poisoned, inputs), is_causal, **options)
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("len_q, len_k", LENGTHS)
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_lengths(emulator, head_dim, len_q, len_k, is_causal):
-    inputs = random_inputs(1, 1, len_q, head_dim, len_k=len_k, dtype=BF16)
-    check(emulator, *map(poisoned, inputs), is_causal)
+@pytest.mark.parametrize("len_q, len_k", [*LENGTHS, (513, 513)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_lengths(unsplit, head_dim, len_q, len_k, is_causal):
+    inputs = random_inputs(1, 2, len_q, head_dim, len_k=len_k)
+    unsplit.check(*map(poisoned, inputs), is_causal, multiprocessors=1)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_random_calls(emulator, seed):
-    inputs, call = random_call(seed, [BF16, FP16][seed % 2])
-    device = {"smem_limit": SMEM_LIMITS[seed % 3], "multiprocessors": [1, 5, 132][seed // 3 % 3]}
-    check(emulator, *inputs, **call, **device, splits=[0, 0, 1, 2, 7][seed % 5], seed=seed)
+def test_random_calls(unsplit, seed):
+    is_sm80 = unsplit.arch == 80
+    inputs, call = random_call(seed, [BF16, FP16][seed % 2] if is_sm80 else BF16)
+    options = {"multiprocessors": [1, 2, 5][seed % 3], "splits": [0, 0, 1, 2, 7][seed % 5]}
+    if is_sm80:
+        options["smem_limit"] = [0, *SMEM_LIMITS][seed % 3]
+    elif call["softmax_scale"] in (0.0, -0.5):
+        call["softmax_scale"] = 2.0
+    if not is_sm80 and inputs[1].shape[2] == 0:
+        with pytest.raises(EmulationError, match="k has no keys"):
+            unsplit.check(*inputs, **call, **options)
+    else:
+        unsplit.check(*inputs, **call, **options, seed=seed)
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_results_do_not_depend_on_who_is_first(kernels, head_dim, is_causal):
+    inputs = random_inputs(1, 3, 300, head_dim, heads_kv=1, len_k=400)
+    # With up to three multiprocessors sm90's tile is the same.
+    first = kernels.check(*map(poisoned, inputs), is_causal, multiprocessors=3)
+    for seed in (1, 2, 3, 4, 5):
+        options = {"multiprocessors": 1 + seed % 3, "seed": seed}
+        other = kernels.forward(
+            *map(poisoned, inputs),
+            head_dim**-0.5,
+            **({"window_right": 0, "diagonal_offset": 100} if is_causal else {}),
+            **options,
+        )
+        assert all(map(torch.equal, first[:2], other[:2]))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3, 1e-42, 3.0, 100.0, 500.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
-def test_results_do_not_depend_on_the_order_of_threads(emulator, head_dim, seed, is_causal):
-    inputs = random_inputs(1, 2, 150, head_dim, len_k=260, dtype=FP16)
-    first = check(emulator, *map(poisoned, inputs), is_causal)
-    other = check(emulator, *map(poisoned, inputs), is_causal, seed=seed)
-    assert all(map(torch.equal, first[:2], other[:2]))
+def test_scales(kernels, head_dim, scale):
+    if not serves(kernels, scale):
+        pytest.skip("sm80's")
+    for len_q, is_causal in itertools.product((40, 100), MASKS):
+        inputs = random_inputs(1, 2, len_q, head_dim, len_k=330)
+        kernels.check(*map(poisoned, inputs), is_causal, scale)
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3, 1e-42, 3.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 192])
-def test_scales(emulator, head_dim, scale, is_causal):
-    for len_q in (40, 100):
-        inputs = random_inputs(1, 2, len_q, head_dim, len_k=130, dtype=BF16)
-        check(emulator, *map(poisoned, inputs), is_causal, scale)
-
-
-@BOTH_DTYPES
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
-def test_few_rows_have_the_bits_of_a_whole_tile(emulator, head_dim, dtype):
-    q, k, v = random_inputs(1, 2, 128, head_dim, len_k=200, dtype=dtype)
-    whole = check(emulator, q, k, v, False, 3.0)
-    few = check(emulator, q[:, :, :37], k, v, False, 3.0)
-    assert all(torch.equal(a[:, :, :37], b) for a, b in zip(whole[:2], few[:2], strict=True))
-
-
-def test_rows_that_skip_blocks_rise(emulator):
-    """The 128 x 32 tile has two blocks at its end that only half of its rows see."""
-    inputs = random_inputs(1, 2, 200, 128, dtype=BF16)
-    check(emulator, *map(poisoned, inputs), True, 3.0, smem_limit=99 * 1024)
-
-
-@BOTH_MASKS
-@BOTH_DTYPES
-@pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
-def test_scores_below_zero_that_rise(emulator, head_dim, scale, dtype, is_causal):
-    inputs = rising_inputs(1, 2, 150, head_dim, len_k=300, dtype=dtype)
-    check(emulator, *map(poisoned, inputs), is_causal, scale)
+def test_scores_below_zero_that_rise(kernels, head_dim, is_causal):
+    for dtype in dtypes_of(kernels, head_dim):
+        inputs = rising_inputs(1, 2, 150, head_dim, len_k=500, dtype=dtype)
+        for scale in (1.0, 4.0):
+            kernels.check(*map(poisoned, inputs), is_causal, scale)
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e10, 1e300])
 @pytest.mark.parametrize("head_dim", [64, 192])
-def test_huge_scales_pick_the_greatest_scores(emulator, head_dim, scale):
-    q, k, v = random_inputs(1, 2, 100, head_dim, len_k=130, dtype=BF16)
+def test_huge_scales_pick_the_greatest_scores(kernels, head_dim, scale):
+    if not serves(kernels, scale):
+        pytest.skip("sm80's")
+    q, k, v = random_inputs(1, 2, 100, head_dim, len_k=330)
     q, k = (2 * q).round(), (2 * k).round()
-    out, _, _ = emulator.forward(q, k, v, scale)
+    out, _, _ = kernels.forward(q, k, v, scale)
     scores = q.double() @ k.double().mT * math.copysign(1, scale)
     best = (scores == scores.amax(-1, keepdim=True)).double()
     exact = best / best.sum(-1, keepdim=True) @ v.double()
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=4 * torch.finfo(BF16).eps)
 
 
-@pytest.mark.parametrize("scale", [0.0, -2.0, 0.1])
+@BOTH_MASKS
+@pytest.mark.parametrize("size, scale", [(1e3, None), (3e4, None), (1e5, None), (1.9e18, 1e-38)])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_scores_of_any_size(kernels, head_dim, size, scale, is_causal):
+    """Up to 1e12 by the default scale, and about 1e38."""
+    q, k, v = random_inputs_of(1, 2, 70, head_dim, len_k=330)
+    inputs = (q * size).to(BF16), (k * size).to(BF16), v.to(BF16)
+    kernels.check(*map(poisoned, inputs), is_causal, scale)
+
+
+@BOTH_MASKS
+def test_scores_near_the_greatest_of_fp32(kernels, is_causal):
+    """3e38, times a scale: the limit above the greatest score would overflow."""
+    q, k, v = random_inputs(1, 2, 70, 64, len_k=330)
+    q = torch.full_like(q, 1.875 * 2**60)
+    k = k.sign() * (torch.arange(330) % 7 < 3)[:, None] + (torch.arange(330) % 5 < 4)[:, None]
+    k = k.clamp(-1, 1) * q[0, 0, 0, 0]
+    kernels.check(*map(poisoned, (q, k, v)), is_causal, 1e-38)
+
+
+def test_one_enormous_score(unsplit):
+    x = torch.full((1, 1, 1, 64), 133120.0, dtype=BF16)
+    out, lse, _ = unsplit.forward(x, x, x, 0.125)
+    assert torch.equal(out, x) and lse.item() == pytest.approx(133120.0**2 * 64 / 8, rel=1e-6)
+
+
+def test_scores_that_leave_their_sum_no_digits(kernels):
+    """Near 1e6, with exact products: log-sum-exps would tell splits apart by steps of 1/16."""
+    q, k, v = random_inputs(1, 1, 20, 64, len_k=330, dtype=FP16)
+    q[..., 0], k[..., 0] = 1024, 1024
+    q[..., 1:], k[..., 1:] = q[..., 1:].round(), k[..., 1:].round()
+    scale = math.log(2)
+    out, _, _ = kernels.forward(q, k, v, scale)
+    exact = torch.softmax(q.double() @ k.double().mT * scale, -1) @ v.double()
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=4 * torch.finfo(FP16).eps)
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, 0.1, 1e10])
 @pytest.mark.parametrize("head_dim", [64, 192])
-def test_rows_without_a_key(emulator, head_dim, scale):
-    inputs = random_inputs(1, 2, 300, head_dim, len_k=40, dtype=BF16)
-    out, lse, _ = check(emulator, *map(poisoned, inputs), True, scale)
-    assert torch.all(out[:, :, :260] == 0) and torch.all(lse[:, :, :260] == -math.inf)
+def test_rows_without_a_key(kernels, head_dim, scale):
+    if not serves(kernels, scale):
+        pytest.skip("sm80's")
+    inputs = random_inputs(1, 2, 400, head_dim, len_k=150)
+    out, lse, _ = kernels.forward(
+        *map(poisoned, inputs), scale, window_right=0, diagonal_offset=-250
+    )
+    assert torch.all(out[:, :, :250] == 0) and torch.all(lse[:, :, :250] == -math.inf)
+    assert torch.all(lse[:, :, 250:].isfinite())
 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("head_dim", [32, 192])
-def test_no_keys(emulator, head_dim, is_causal):
-    q, k, v = random_inputs(2, 2, 70, head_dim, len_k=0, dtype=BF16)
-    out, lse, _ = check(emulator, q, k, v, is_causal)
+def test_no_keys(sm80, head_dim, is_causal):
+    q, k, v = random_inputs(2, 2, 70, head_dim, len_k=0)
+    out, lse, _ = sm80.check(q, k, v, is_causal)
     assert torch.all(out == 0) and torch.all(lse == -math.inf)
 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim", [64, 20])
-def test_layouts(emulator, head_dim, layout, is_causal):
-    inputs = random_inputs(2, 3, 70, head_dim, dtype=BF16)
-    check(emulator, *(poisoned(x, **LAYOUTS[layout]) for x in inputs), is_causal)
+def test_layouts(kernels, head_dim, layout, is_causal):
+    for heads, len_q in ((3, 70), (6, 5)):  # of the latter, heads share tiles
+        inputs = random_inputs(2, heads, len_q, head_dim, heads_kv=3, len_k=150)
+        kernels.check(*(poisoned(x, **LAYOUTS[layout]) for x in inputs), is_causal)
 
 
-@pytest.mark.parametrize("sizes", [(1, 3, 70, 64), (2, 1, 70, 64), (2, 3, 1, 64)])
-def test_expanded(emulator, sizes):
-    inputs = [
+@pytest.mark.parametrize("sizes", [(1, 3, 70, 64), (2, 1, 70, 64), (1, 1, 70, 64), (2, 3, 1, 64)])
+@pytest.mark.parametrize("heads_kv", [3, 1])
+def test_expanded(kernels, heads_kv, sizes):
+    q, k, v = (
         x[tuple(map(slice, sizes))].clone().expand(x.shape)
-        for x in random_inputs(2, 3, 70, 64, dtype=BF16)
-    ]
-    check(emulator, *inputs, True)
+        for x in random_inputs(2, 3, 70, 64, heads_kv=heads_kv)
+    )
+    if kernels.arch == 90 and sizes[2] == 1:  # of expanded rows, see test_what_sm90_refuses
+        return
+    kernels.check(q, k, v, True)
+    kernels.check(q[:, :, :5], k, v, True)
 
 
 @pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
-@pytest.mark.parametrize("len_q, len_k", [(129, 129), (100, 300), (300, 100), (40, 200), (1, 200)])
-def test_bands(emulator, len_q, len_k, window_left, window_right, diagonal_offset):
-    # Of the shorter ones, three heads share a tile.
-    inputs = random_inputs(1, 6, len_q, 64, heads_kv=2, len_k=len_k, dtype=BF16)
-    check(
-        emulator,
-        *map(poisoned, inputs),
-        window_left=window_left,
-        window_right=window_right,
-        diagonal_offset=diagonal_offset,
-    )
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bands(kernels, head_dim, window_left, window_right, diagonal_offset):
+    band = {"window_left": window_left, "window_right": window_right}
+    for len_q, len_k in [(129, 129), (40, 400), (400, 70), (1, 300)]:
+        inputs = random_inputs(1, 3, len_q, head_dim, heads_kv=1, len_k=len_k)
+        kernels.check(*map(poisoned, inputs), **band, diagonal_offset=diagonal_offset)
 
 
-@pytest.mark.parametrize("group", [2, 3, 8, 130])
-def test_heads_of_one_query_share_tiles(emulator, group):
-    def tiles(heads):  # each of which waits equally often
-        inputs = random_inputs(2, heads, 1, 64, heads_kv=2, len_k=150, dtype=BF16)
-        return check(emulator, *map(poisoned, inputs))[2].block_barriers
-
-    assert tiles(2 * group) == -(-group // 128) * tiles(2)
-
-
-def test_heads_of_a_tile_read_the_keys_of_their_window_once(emulator):
-    inputs = random_inputs(1, 3, 1, 64, heads_kv=1, len_k=200, dtype=BF16)
-    band = {"window_left": 10, "window_right": 0, "diagonal_offset": 100}
-    counters = check(emulator, *map(poisoned, inputs), **band)[2]
-    block_n = emulator.tile(64)["block_n"]  # the window lies in one block
-    assert counters.global_reads_16 == (3 + 2 * block_n) * 64 // 8
+@pytest.mark.parametrize(
+    "heads, heads_kv",
+    [(2, 1), (3, 1), (7, 1), (8, 2), (20, 1), (33, 1), (64, 1), (65, 1), (130, 1)],
+)
+@pytest.mark.parametrize("len_q", [1, 5, 70])
+def test_groups_of_heads(kernels, len_q, heads, heads_kv):
+    inputs = random_inputs(2, heads, len_q, 64, heads_kv=heads_kv, len_k=150)
+    for is_causal in MASKS:
+        kernels.check(*map(poisoned, inputs), is_causal)
 
 
-@pytest.mark.parametrize("len_q, tiles", [(5, 1), (50, 2), (128, 3), (130, 6), (180, 6)])
-def test_heads_of_few_queries_share_tiles(emulator, len_q, tiles):
-    def barriers(heads, is_causal=False):
-        inputs = random_inputs(2, heads, len_q, 64, heads_kv=1, len_k=150, dtype=BF16)
-        return check(emulator, *map(poisoned, inputs), is_causal)[2].block_barriers
-
-    assert barriers(3) * -(-len_q // 128) == tiles * barriers(1)
-    if tiles == 1:
-        assert barriers(3, is_causal=True) == barriers(1, is_causal=True)
-
-
-@BOTH_MASKS
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_heads_that_share_tiles(emulator, layout, is_causal):
-    inputs = random_inputs(2, 6, 5, 40, heads_kv=2, len_k=150, dtype=BF16)
-    check(emulator, *(poisoned(x, **LAYOUTS[layout]) for x in inputs), is_causal)
-
-
-@BOTH_MASKS
-def test_expanded_heads_that_share_tiles(emulator, is_causal):
-    q, k, v = random_inputs(2, 3, 5, 64, heads_kv=1, len_k=150, dtype=BF16)
-    check(emulator, q[:, :1].expand_as(q), k, v, is_causal)
-    check(emulator, q[:, :, :1].expand_as(q), k, v, is_causal)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_rms_error_with_outliers(emulator, head_dim):
+@pytest.mark.parametrize("head_dim", [48, 64, 128, 256])
+def test_rms_error_with_outliers(kernels, head_dim):
+    if FP16 not in dtypes_of(kernels, head_dim):
+        pytest.skip("not built")
     inputs = inputs_with_outliers(1, 1, 512, head_dim, dtype=FP16)
-    out, _, _ = emulator.forward(*map(poisoned, inputs), 1 / math.sqrt(head_dim))
+    out, _, _ = kernels.forward(*map(poisoned, inputs), 1 / math.sqrt(head_dim))
     check_rms_error(out, *inputs)
 
 
 @BOTH_MASKS
-@BOTH_DTYPES
 @pytest.mark.parametrize("size", [1e-6, 30.0])
 @pytest.mark.parametrize("head_dim", [64, 192])
-def test_magnitudes(emulator, head_dim, dtype, size, is_causal):
-    q, k, v = random_inputs(1, 2, 129, head_dim, dtype=dtype)
-    check(emulator, q * size, k, v * size, is_causal)
+def test_magnitudes(kernels, head_dim, size, is_causal):
+    for dtype in dtypes_of(kernels, head_dim):
+        q, k, v = random_inputs(1, 2, 129, head_dim, dtype=dtype)
+        kernels.check(q * size, k, v * size, is_causal)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("head_dim", [64, 192])
-def test_nan_in_v_follows_the_formula(emulator, head_dim):
-    q, k, v = random_inputs(1, 2, 129, head_dim, len_k=300, dtype=BF16)
-    v[0, 1, 123, 5] = math.nan
-    out, _, _ = check(emulator, q, k, v)
-    assert torch.all(out[0, 1, :, 5].isnan()) and out.isnan().sum() == 129
+def test_nan_follows_the_formula(kernels, head_dim, name):
+    inputs = dict(zip("qkv", random_inputs(1, 2, 20, head_dim, len_k=330), strict=True))
+    inputs[name][0, 1, 3, 5] = math.nan
+    out, lse, _ = kernels.check(*inputs.values())
+    assert out[0, 1].isnan().any() and not out[0, 0].isnan().any()
+    assert lse.isnan().sum() == {"q": 1, "k": 20, "v": 0}[name]
 
 
-def test_keys_beyond_2_to_the_31_elements(emulator):
-    rows, stride = 70, 2**25
+def test_keys_beyond_2_to_the_31_elements(kernels):
+    rows, stride = 150, 2**24
     storage = torch.empty(rows * stride, dtype=BF16).view(rows, stride)  # takes no memory unused
-    q, k_values, v_values = random_inputs(1, 1, 40, 64, len_k=rows, dtype=BF16)
+    q, k_values, v_values = random_inputs(1, 1, 40, 64, len_k=rows)
     storage[:, :64], storage[:, 64:128] = k_values[0, 0], v_values[0, 0]
     k, v = storage[None, None, :, :64], storage[None, None, :, 64:128]
     assert k.stride(2) * k.shape[2] > 2**31
-    check(emulator, q, k, v, True)
+    kernels.check(q, k, v, True)
+
+
+def test_more_splits_than_threads_that_combine_them(sm80):
+    inputs = random_inputs(1, 1, 1, 8, len_k=128 * 300 - 7)
+    sm80.check(*map(poisoned, inputs), splits=300)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_few_rows_have_the_bits_of_a_whole_tile(sm80, head_dim):
+    q, k, v = random_inputs(1, 2, 128, head_dim, len_k=200)
+    whole = sm80.check(q, k, v, False, 3.0)
+    few = sm80.check(q[:, :, :37], k, v, False, 3.0)
+    assert all(torch.equal(a[:, :, :37], b) for a, b in zip(whole[:2], few[:2], strict=True))
+
+
+def test_rows_that_skip_blocks_rise(sm80):
+    """The 128 x 32 tile has two blocks at its end that only half of its rows see."""
+    inputs = random_inputs(1, 2, 200, 128)
+    sm80.check(*map(poisoned, inputs), True, 3.0, smem_limit=99 * 1024)
+
+
+def check_refusal(library, inputs, scale, reason, **options):
+    """Of sm90's kernels; by default sm80's then have the call."""
+    with pytest.raises(EmulationError, match=f"arch is 'sm90', but .*{reason}"):
+        Emulator(library, 90).forward(*inputs, scale, **options)
+    assert Emulator(library).check(*inputs, False, scale, **options)[2].wgmma == 0
+
+
+@pytest.mark.parametrize("case", NOT_FOR_SM90)
+def test_what_sm90_refuses(library, case):
+    change, scale, reason = NOT_FOR_SM90[case]
+    inputs = random_inputs(2, 4, 70, 64, len_k=100)
+    check_refusal(library, change(*inputs), 0.125 if scale is None else scale, reason)
+
+
+def test_sm90_refuses_enormous_strides(library, monkeypatch):
+    def far_apart(x):
+        tensor = as_c(x)
+        tensor.strides[1] = 2**38
+        return tensor
+
+    as_c = emulator._as_c
+    monkeypatch.setattr(emulator, "_as_c", far_apart)
+    inputs = random_inputs(1, 4, 70, 64)
+    with pytest.raises(EmulationError, match=r"arch is 'sm90', but .*a stride .* is 2\^40 bytes"):
+        Emulator(library, 90).forward(*inputs, 0.125)
+
+
+def test_a_driver_that_refuses_tensor_maps(library):
+    inputs = random_inputs(1, 4, 70, 64, len_k=200)
+    for splits in (0, 2):
+        options = {"refuses_tensor_maps": True, "splits": splits}
+        check_refusal(library, inputs, 0.125, "driver refused a tensor map", **options)
+
+
+def test_hopper_gets_sm90(library):
+    inputs = random_inputs(1, 4, 70, 64)
+    assert Emulator(library).check(*inputs)[2].wgmma > 0

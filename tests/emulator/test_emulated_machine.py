@@ -11,6 +11,7 @@ RACE = "with no barrier in between"
 UNWRITTEN = "nobody has written"
 UNFINISHED = "has not waited for"
 NO_FENCE = "with no fence.proxy.async ahead"
+STUCK = "every thread waits"
 NOWHERE = "in no row of any tensor"
 STILL_READ = "which a TMA store of warp 0 still reads"
 
@@ -23,7 +24,7 @@ TWO_STORES = (
     "0: store 4; 0: commit; 0: store_second -4; 0: commit; 0: wait_stores 1; "
 )
 
-#: Programs, and whose input each thread then puts out: its own, with some bits of its index flipped.
+#: Programs, and whose input a thread puts out: that of its own index with some bits flipped.
 ALLOWED = {
     # Barriers.
     "in; put; sync; get 32; out": 32,
@@ -77,14 +78,14 @@ REFUSED = {
     # Warps and barriers.
     "odd: shuffle; ballot; in; out": "while other lanes of its warp are at",
     "w0: vote 0; w1: sync; in; out": "votes? at barrier 0, where others do",
-    "not 17: sync; in; out": "every thread waits or is done .1 are., thread",
-    "w0: sync_named 1 32; w1: sync_named 1 64; in; out": "where others wait for|every thread waits",
-    "w0: arrive_named 1 64; sync_named 1 64; in; out": "comes to barrier 1 again|every thread waits",
+    "not 17: sync; in; out": f"{STUCK} or is done .1 are., thread",
+    "w0: sync_named 1 32; w1: sync_named 1 64; in; out": f"where others wait for|{STUCK}",
+    "w0: arrive_named 1 64; sync_named 1 64; in; out": f"comes to barrier 1 again|{STUCK}",
     # mbarriers.
     "arrive; in; out": "nobody has initialised",
     "0: init 64; sync_warp; arrive; in; out": "nobody has initialised|no barrier in",
     INIT_1 + "0: arrive 16; 0: arrive": "whose phase has had its 1 arrivals",
-    INIT_ALL + "arrive 16; wait 0": "every thread waits .* lacks 0 of 64 arrivals and 1024 bytes",
+    INIT_ALL + "arrive 16; wait 0": f"{STUCK} .* lacks 0 of 64 arrivals and 1024 bytes",
     # TMA loads.
     INIT_1 + LOAD + "sync; get_swizzled; out": f"{RACE}|{UNFINISHED}",
     INIT_1 + "in; put; out; " + LOAD + "wait 0": RACE,
@@ -106,7 +107,7 @@ REFUSED = {
     ),
     TWO_STORES + "0: put_second": STILL_READ,
     # setmaxnreg.
-    "alloc 256; in; out": "every thread waits .* for registers",
+    "alloc 256; in; out": f"{STUCK} .* for registers",
 }
 SEEDS = pytest.mark.parametrize("seed", range(5))
 

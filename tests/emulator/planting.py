@@ -1,0 +1,104 @@
+"""Plants faults (faults.py) in a copy of the kernels, and shows what the emulator says of each. One
+library has them all: each is switched on at run time.
+
+python tests/emulator/planting.py            all of them, as a table
+python tests/emulator/planting.py mask       those with this in their names
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    tests = Path(__file__).resolve().parent.parent
+    sys.path += [str(tests), str(tests.parent)]
+
+import torch
+from build_emulator import BUILD, ROOT, SOURCES, Library, build, write
+from emulator import Emulator
+from faults import FAULTS, SM80, SM90, Fault
+from support import poisoned, random_inputs, rising_inputs
+
+# head dim 64 of sm80 has pipelined Q K^T, 96 has not; of 192 warps share rows.
+KERNELS = (
+    *(f"fwd_sm80_hdim{head_dim}_bf16" for head_dim in (64, 96, 192)),
+    *(f"fwd_sm90_hdim64_bf16_{kind}" for kind in ("banded", "splits")),
+)
+PLANTED = Library("planted", KERNELS, sources=f"{BUILD}/planted/cute_fa2")
+MARKED = re.compile(r"^( *)(.*?) *//.*\bfault: ([\w-]+)$", re.MULTILINE)
+
+
+def plant() -> Library:
+    """Writes the copy: each marked line with a choice between itself and the fault."""
+    numbers = {fault.name: i for i, fault in enumerate(FAULTS, 1)}
+
+    def with_fault(line: re.Match[str]) -> str:
+        indent, code, name = line.groups()
+        is_on, instead = f"planted == {numbers[name]}", FAULTS[numbers[name] - 1].instead
+        if instead.startswith("= "):
+            target, value = code.rstrip(";").split(" = ", 1)
+            return f"{indent}{target} = {is_on} ? {instead[2:]} : {value};"
+        return f"{indent}if ({is_on}) {{ {instead} }} else {{ {code} }}"
+
+    for source in sorted((ROOT / SOURCES).rglob("*")):
+        if source.suffix in (".h", ".cpp", ".cu") and source.name != "torch_binding.cpp":
+            name = source.relative_to(ROOT / SOURCES).as_posix()
+            write(f"{PLANTED.sources}/{name}", MARKED.sub(with_fault, source.read_text()))
+    return PLANTED
+
+
+def what_catches(library: Path, fault: Fault | None) -> str:
+    """The first objection to the kernels with this fault; nothing if there is none."""
+    archs = [80] if fault in SM80 else [90] if fault in SM90 else [80, 90]
+    for arch in archs:
+        # One CTA at a time, so that it is always the same objection that comes first.
+        emulator = Emulator(library, arch, workers=1, multiprocessors=2)
+        emulator.plant(FAULTS.index(fault) + 1 if fault else 0)
+        try:
+            run_cases(emulator)
+        except AssertionError as error:  # of the machine, or of the comparison
+            return f"sm{arch}: {error}"
+        finally:
+            emulator.plant(0)
+    return ""
+
+
+def run_cases(emulator: Emulator) -> None:
+    def check(heads, heads_kv, len_q, len_k, scale=None, inputs=random_inputs, **options):
+        head_dim = options.pop("head_dim", 64)
+        tensors = inputs(
+            2, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
+        )
+        options = {"window_right": 0, "diagonal_offset": len_k - len_q, **options}
+        emulator.check(*map(poisoned, tensors), False, scale, **options)
+
+    check(2, 1, 300, 500)  # tiles and key blocks enough for all stages
+    check(2, 1, 300, 500, seed=1)
+    check(6, 2, 5, 333)  # PackGQA
+    check(3, 3, 200, 70)  # rows without a key
+    check(1, 1, 70, 300, 4.0, rising_inputs)  # limits that rise below 0
+    check(1, 1, 40, 300, 50.0)  # weights that overflow unless limits rise
+    check(1, 1, 40, 300, 500.0)  # exact rows
+    check(1, 1, 200, 200, multiprocessors=5)  # subtiles
+    check(6, 2, 150, 333, splits=3)
+    if emulator.arch == 80:
+        for head_dim in (96, 192):
+            check(1, 1, 150, 200, head_dim=head_dim)
+
+
+def main(part: str) -> int:
+    faults = [fault for fault in FAULTS if part in fault.name]
+    library = build(plant())
+    missed = 0
+    for fault in faults:
+        objection = what_catches(library, fault)
+        missed += not re.search(fault.caught_by, objection)
+        print(f"{fault.name}\n    {objection or 'NOT CAUGHT'}")
+    print(f"{len(faults) - missed} of {len(faults)} caught")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(" ".join(sys.argv[1:])))

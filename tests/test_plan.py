@@ -1,0 +1,271 @@
+"""Plans as data: the kernel, tile and schedule of a call (csrc/cute_fa2/host/plan_fwd.h), by the op
+`plan`, which needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from bench import cases
+from flash_cute import ops
+
+KB, MB = 1 << 10, 1 << 20
+NAMES = "compute_capability", "multiprocessors", "l2_bytes", "smem_per_cta"
+GPUS = {
+    name: dict(zip(NAMES, properties, strict=True))
+    for name, properties in {
+        "H100": (90, 132, 50 * MB, 227 * KB),
+        "A100": (80, 108, 40 * MB, 163 * KB),
+        "RTX 4090": (89, 128, 72 * MB, 99 * KB),
+        "B200": (100, 148, 126 * MB, 227 * KB),
+    }.items()
+}
+HEAD_DIMS = [32, 64, 96, 128, 192, 256]
+INFO = ops.build_info()
+pytestmark = pytest.mark.skipif(
+    INFO["head_dims"] != HEAD_DIMS or "sm_90a" not in INFO["archs"], reason="needs a full build"
+)
+
+
+def plan(gpu: str, *sizes: int, causal: bool = False, **options: int) -> dict[str, Any]:
+    """`sizes`: batch, query heads, heads of K and V, queries, keys, head dim."""
+    names = "batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim"
+    request = {**GPUS[gpu], **dict(zip(names, sizes, strict=True)), **options}
+    if causal:
+        request["window_right"] = 0
+    text = ",".join(f"{name}={value}" for name, value in request.items())
+    result: dict[str, Any] = json.loads(torch.ops.flash_cute.plan(text))
+    return result
+
+
+def plan_of(gpu: str, case: cases.Case, **options: int) -> dict[str, Any]:
+    heads = case.heads, case.kv_heads
+    sizes = case.batch, *heads, case.q_len, case.kv_len, case.head_dim
+    return plan(gpu, *sizes, causal=case.causal, **options)
+
+
+ONE_TILE = "one tile per CTA"
+HEADS = "persistent, head by head"
+GROUPS = "persistent, head group by head group"
+SEQUENCE = "persistent, head groups as one sequence"
+FIELDS = (
+    *("arch", "block_m", "block_n", "splits", "rows_per_query", "tail_tiles", "subtiles"),
+    *("head_group", "ctas", "workspace_bytes", "scheduler"),
+)
+FULL, CAUSAL = False, True
+
+
+@pytest.mark.parametrize(
+    "gpu, sizes, causal, expected",
+    [
+        # Training.
+        ("H100", (4, 16, 16, 4096, 4096, 128), FULL,
+         ("sm90", 192, 64, 1, 1, 88, 1, 16, 132, 0, SEQUENCE)),
+        ("H100", (4, 16, 16, 4096, 4096, 128), CAUSAL,
+         ("sm90", 192, 64, 1, 1, 0, 1, 16, 132, 0, GROUPS)),
+        ("H100", (4, 32, 32, 4096, 4096, 64), CAUSAL,
+         ("sm90", 256, 64, 1, 1, 0, 1, 33, 132, 0, GROUPS)),
+        ("H100", (8, 8, 8, 2048, 2048, 256), CAUSAL,
+         ("sm90", 128, 64, 1, 1, 0, 1, 16, 132, 0, GROUPS)),
+        ("A100", (4, 16, 16, 4096, 4096, 128), FULL,
+         ("sm80", 128, 64, 1, 1, 0, 1, 1, 2048, 0, ONE_TILE)),
+        ("A100", (4, 16, 16, 4096, 4096, 128), CAUSAL,
+         ("sm80", 128, 64, 1, 1, 0, 1, 13, 2048, 0, ONE_TILE)),
+        ("RTX 4090", (4, 16, 16, 4096, 4096, 128), CAUSAL,
+         ("sm80", 128, 32, 1, 1, 0, 1, 24, 2048, 0, ONE_TILE)),
+        ("RTX 4090", (8, 8, 8, 2048, 2048, 256), CAUSAL,
+         ("sm80", 64, 64, 1, 1, 0, 1, 24, 2048, 0, ONE_TILE)),
+        # Tiles of equal work, and heads that fill two rounds.
+        ("H100", (32, 21, 21, 512, 512, 96), FULL,
+         ("sm90", 256, 48, 1, 1, 24, 4, 1, 132, 0, HEADS)),
+        ("H100", (33, 16, 16, 512, 512, 64), CAUSAL,
+         ("sm90", 256, 64, 1, 1, 0, 4, 1, 132, 0, HEADS)),
+        # Few tiles: in subtiles.
+        ("H100", (1, 16, 16, 512, 512, 64), FULL,
+         ("sm90", 128, 128, 1, 1, 64, 2, 1, 128, 0, HEADS)),
+        ("H100", (1, 8, 8, 77, 77, 80), CAUSAL,
+         ("sm90", 192, 64, 1, 1, 8, 3, 8, 24, 0, SEQUENCE)),
+        # Decoding: packed heads, split-KV.
+        ("H100", (1, 32, 8, 1, 32768, 128), CAUSAL,
+         ("sm90", 128, 128, 16, 4, 0, 1, 1, 128, 266240, HEADS)),
+        ("H100", (2, 32, 4, 6, 4096, 128), CAUSAL,
+         ("sm90", 128, 128, 16, 8, 0, 1, 1, 128, 3194880, HEADS)),
+        ("A100", (1, 32, 8, 1, 32768, 128), CAUSAL,
+         ("sm80", 128, 64, 27, 4, 0, 1, 1, 216, 449280, ONE_TILE)),
+    ],
+)  # fmt: skip
+def test_plan(gpu: str, sizes: tuple[int, ...], causal: bool, expected: tuple[Any, ...]) -> None:
+    result = plan(gpu, *sizes, causal=causal)
+    assert {name: result[name] for name in FIELDS} == dict(zip(FIELDS, expected, strict=True))
+
+
+def test_which_architecture() -> None:
+    sizes = 2, 4, 4, 70, 70, 64
+    assert (plan("H100", *sizes)["arch"], plan("H100", *sizes)["why_not_sm90"]) == ("sm90", "")
+    for gpu in ("A100", "RTX 4090", "B200"):
+        other = plan(gpu, *sizes)
+        assert other["arch"] == "sm80" and "compute capability is not 9.x" in other["why_not_sm90"]
+        with pytest.raises(RuntimeError, match=r"arch is 'sm90', but .*capability is not 9\.x"):
+            plan(gpu, *sizes, arch=90)
+    named = plan("H100", *sizes, arch=80)
+    assert (named["arch"], named["why_not_sm90"]) == ("sm80", "")
+    assert "smem_limit" in plan("H100", *sizes, smem_limit=101376)["why_not_sm90"]
+    with pytest.raises(RuntimeError, match=r"arch is 'sm90', but .*smem_limit"):
+        plan("H100", *sizes, smem_limit=101376, arch=90)
+
+
+@pytest.mark.parametrize(
+    "sizes, mask, block_m",
+    [
+        # On 132 multiprocessors. Of 256 rows 64 tiles, and 128: 128 and 256 of 128 rows.
+        ((1, 16, 16, 1024, 64), "full", 128),
+        ((1, 16, 16, 2048, 64), "full", 256),
+        ((1, 16, 16, 2048, 64), "causal", 128),
+        ((1, 16, 16, 2048, 64), "window", 256),
+        ((1, 16, 16, 4096, 64), "causal", 256),
+        # An eighth to a quarter less to do, in tiles that take two fifths more time for a row.
+        ((16, 32, 32, 1152, 64), "full", 256),
+        ((25, 32, 32, 640, 64), "full", 256),
+        ((42, 32, 32, 384, 64), "causal", 256),
+        # Of 512 keys blocks of 96 waste an eighth.
+        ((32, 21, 21, 512, 96), "full", 256),
+        ((32, 21, 21, 512, 96), "causal", 192),
+        ((4, 21, 21, 4096, 96), "full", 192),
+        ((32, 16, 16, 512, 128), "full", 128),
+        ((8, 16, 16, 2048, 128), "full", 192),
+        ((4, 16, 16, 4096, 128), "causal", 192),
+        # Heads that are rows of one sequence: 64 for a query, but no more.
+        ((64, 64, 1, 6, 128), "full", 192),
+        ((64, 128, 1, 128, 128), "causal", 128),
+    ],
+)
+def test_tiles_of_sm90(sizes: tuple[int, ...], mask: str, block_m: int) -> None:
+    *heads, length, head_dim = sizes
+    window = {"window_left": length // 2, "window_right": 0} if mask == "window" else {}
+    call = *heads, length, max(length, 128), head_dim
+    assert plan("H100", *call, causal=mask == "causal", **window)["block_m"] == block_m
+
+
+@pytest.mark.parametrize(
+    "len_q, rows_per_query, tiles", [(1, 4, 1), (5, 4, 1), (50, 4, 2), (128, 1, 3), (180, 1, 6)]
+)
+def test_heads_of_few_queries_share_tiles(len_q: int, rows_per_query: int, tiles: int) -> None:
+    """Three to a head of K and V."""
+    result = plan("A100", 2, 3, 1, len_q, 150, 64)
+    assert (result["rows_per_query"], result["tiles"]) == (rows_per_query, 2 * tiles)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("suite", ["train", "fp16", "layouts", "tuning"])
+def test_one_split_where_tiles_fill_the_gpu(suite: str, gpu: str) -> None:
+    for case in cases.SUITES[suite]():
+        assert plan_of(gpu, case)["splits"] == 1, case.name
+
+
+ARCHS = pytest.mark.parametrize("arch", [80, 90])
+
+
+@pytest.mark.parametrize(
+    "arch, gpu, head_dim, most",
+    [
+        (80, "H100", 64, 640),
+        (80, "RTX 4090", 256, 512),
+        (90, "H100", 64, 1536),
+        (90, "H100", 256, 448),
+    ],
+)
+def test_splits_begin_where_they_save_a_quarter(
+    arch: int, gpu: str, head_dim: int, most: int
+) -> None:
+    """A split of few keys saves little: what it costs is that of its blocks, filled or not."""
+
+    def splits(len_k: int) -> int:
+        return int(plan(gpu, 1, 8, 8, 1, len_k, head_dim, arch=arch)["splits"])
+
+    assert [splits(n) for n in (most - 60, most - 1, most)] == [1, 1, 1]
+    assert splits(most + 1) > 1
+    for len_k in (1, 64, 300, 400):
+        assert {plan(gpu, 1, 8, 8, n, len_k, head_dim, arch=arch)["splits"] for n in (1, 300)} == {
+            1
+        }
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_decoding_fills_the_gpu(gpu: str) -> None:
+    multiprocessors = GPUS[gpu]["multiprocessors"]
+    for case in cases.SUITES["decode"]():
+        result = plan_of(gpu, case)
+        splits, keys = result["splits"], result["split_keys"]
+        assert (splits - 1) * keys < case.kv_len <= splits * keys, case.name
+        unsplit = result["tiles"] // splits
+        if unsplit < multiprocessors / 2:
+            assert 0.75 * multiprocessors <= splits * unsplit <= 4 * multiprocessors, case.name
+
+
+@ARCHS
+def test_splits(arch: int) -> None:
+    def splits(*sizes: int, **options: int) -> int:
+        return int(plan("H100", *sizes, arch=arch, **options)["splits"])
+
+    # Of the same tiles and keys, many rows cost more to combine than splits save.
+    len_k = 2048 if arch == 80 else 8192
+    assert splits(4, 12, 12, 1, len_k, 64) > 1 == splits(4, 12, 12, 128, len_k, 64)
+    # Windows are not split, unless they leave nothing out.
+    sizes = 1, 8, 8, 1, 100_000, 64
+    assert splits(*sizes) > 1 < splits(*sizes, window_right=0)
+    assert splits(*sizes, window_left=99_999) > 1 == splits(*sizes, window_left=500)
+    # As many as are asked for, at most one a block of keys.
+    sizes = 1, 1, 1, 1, 64 * 12, 32
+    block_n = plan("H100", *sizes, arch=arch, splits=2)["block_n"]
+    assert [splits(*sizes, splits=n) for n in (1, 2, 3, 1000)] == [1, 2, 3, 64 * 12 // block_n]
+
+
+@ARCHS
+@pytest.mark.parametrize("len_k", [4095, 4097, 100_001, 2**30 - 2**12])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_every_split_has_keys(arch: int, head_dim: int, len_k: int) -> None:
+    # Heads of so many keys are far apart, and sm90 takes no stride of 2^40 bytes.
+    for batch, heads in ((1, 1), (3, 5), (7, 8), (1, 200)) if len_k < 2**20 else ((1, 1),):
+        result = plan("H100", batch, heads, heads, 1, len_k, head_dim, arch=arch)
+        splits, keys = result["splits"], result["split_keys"]
+        assert splits <= 1024 and (splits - 1) * keys < len_k <= splits * keys
+
+
+@ARCHS
+@pytest.mark.parametrize("head_dim, most", [(128, 35.2e6), (256, 70e6)])
+def test_memory_of_splits(arch: int, head_dim: int, most: float) -> None:
+    """What README.md says."""
+    for heads, len_q, len_k in [(1, 1, 2**20), (1, 128, 2**20), (4, 512, 2**20), (16, 128, 2**17)]:
+        result = plan("H100", 1, heads, heads, len_q, len_k, head_dim, arch=arch)
+        rows = result["splits"] * heads * len_q
+        assert result["workspace_bytes"] == (
+            rows * (4 * head_dim + 8) if rows > heads * len_q else 0
+        )
+        assert result["workspace_bytes"] <= most
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("head_dim", [1, 8, 33, 64, 100, 192, 255])
+def test_every_head_dim_has_the_smallest_tile_that_serves_it(head_dim: int, gpu: str) -> None:
+    for arch in (80, 90) if gpu == "H100" else (80,):
+        for causal in (FULL, CAUSAL):
+            result = plan(gpu, 2, 8, 8, 300, 300, head_dim, causal=causal, arch=arch)
+            assert result["head_dim"] == next(d for d in HEAD_DIMS if d >= head_dim)
+
+
+def test_requests_that_no_call_makes() -> None:
+    for sizes in [(1, 3, 2, 1, 1, 64), (0, 1, 1, 1, 1, 64), (1, 1, 1, 1, 1, 257)]:
+        with pytest.raises(RuntimeError, match="no call has these sizes"):
+            plan("H100", *sizes)
+    with pytest.raises(RuntimeError, match="tuning has 'splits=-1': it must be name=number"):
+        plan("H100", 1, 1, 1, 1, 1, 64, splits=-1)
+    with pytest.raises(RuntimeError, match="tuning has 'tiles': it must be arch, smem_limit or"):
+        plan("H100", 1, 1, 1, 1, 1, 64, tiles=1)
+
+
+def test_waves() -> None:
+    assert math.isclose(plan("H100", 1, 132, 132, 128, 128, 256)["waves"], 1.0)
