@@ -73,7 +73,7 @@ struct CombineKernel {
     for (float of_warp : smem.limits) limit = fmaxf(limit, of_warp);
     for (int split = thread; split < splits.count; split += Traits::kThreads) {
       const RowStats row = *row_of(splits.stats, split);
-      smem.weights[split] = row.sum * policy.rescale(row.limit, limit);
+      smem.weights[split] = row.sum * policy.rescale(row.limit, limit);  // fault: split-weight
     }
     platform::sync_cta();  // the weights of all splits are there
 

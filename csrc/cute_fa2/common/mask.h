@@ -67,7 +67,7 @@ class Mask {
     if (end(row_origin) < key_origin + keys) {
       CUTE_UNROLL
       for (int r = 0; r < cute::size<0>(scores); ++r) {
-        const int row_end = end(first_row + row_of(offsets(r, 0))) - first_key;
+        const int row_end = end(first_row + row_of(offsets(r, 0))) - first_key;  // fault: mask-edge
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(scores); ++c) {
           if (key_of(offsets(r, c)) >= row_end) scores(r, c) = -INFINITY;

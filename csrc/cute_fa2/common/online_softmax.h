@@ -222,7 +222,7 @@ class OnlineSoftmax {
       const float inverse = platform::reciprocal(sum_[r]);
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= inverse;
-      has_keyless |= sum_[r] == 0.f;
+      has_keyless |= sum_[r] == 0.f;  // fault: keyless-row
     }
     // 0 x (1 / 0) is NaN, and so is 0 x inf, which an infinity in V has left in `out`. Apart from
     // the loop, as rows without a key are rare.
@@ -256,7 +256,7 @@ class OnlineSoftmax {
     int greatest = std::bit_cast<int>(scores(row, 0));
     CUTE_UNROLL
     for (int c = 1; c < cute::size<1>(scores); ++c) {
-      greatest = cute::max(greatest, std::bit_cast<int>(scores(row, c)));
+      greatest = cute::max(greatest, std::bit_cast<int>(scores(row, c)));  // fault: limit
     }
     return greatest;
   }

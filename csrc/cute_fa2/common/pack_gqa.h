@@ -31,7 +31,7 @@ class PackGqa : public GqaLayout {
   }
   // Whether the row stands for a query of the sequence.
   CUTE_DEVICE bool exists(int row, const Sequence& sequence) const {
-    return query(row) < sequence.len_q && in_group(row) < packed_heads;
+    return query(row) < sequence.len_q && in_group(row) < packed_heads;  // fault: packed-row
   }
 
   // The address of the row in a (batch, heads_q, len_q, columns) tensor; of a row that does not

@@ -37,7 +37,7 @@ class SoftmaxPolicy {
 
   // What is subtracted from c s, or of an exact row from c (s - limit).
   CUTE_DEVICE float subtrahend(float limit) const {
-    return is_exact(limit) ? -SoftmaxScale::kSlackLog2 : reference(limit);
+    return is_exact(limit) ? -SoftmaxScale::kSlackLog2 : reference(limit);  // fault: exact-row
   }
 
   // The factor that brings weights relative to one limit to another, which is no lower.

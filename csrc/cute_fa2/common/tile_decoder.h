@@ -32,7 +32,7 @@ class TileDecoder {
     const bool is_first = after_first < 0;
     int group, in_group, m, head_in_group, batch_of_split, head, split, batch;
     head_group_tiles_(group, in_group, is_first ? 0 : after_first);
-    if (is_first) in_group = index;
+    if (is_first) in_group = index;  // fault: tile-twice
     const int head0 = is_first ? 0 : first_head_group_.divisor + group * head_group_.divisor;
     (is_first ? first_head_group_ : head_group_)(m, head_in_group, in_group);
     heads_(batch_of_split, head, head0 + head_in_group);

@@ -51,7 +51,7 @@ TailSplit TailSplit::make(int block_m, MaskKind mask, bool is_triangle, int64_t 
   // Without a mask the last round is split. Under one the last of many tiles are short, so only
   // tiles that are fewer than the CTAs are.
   tail.tail_tiles = mask == MaskKind::kFull || tiles < ctas ? tiles % ctas : 0;
-  tail.whole_tiles = tiles - tail.tail_tiles;
+  tail.whole_tiles = tiles - tail.tail_tiles;  // fault: tile-missing
   // Subtiles as small as leaves a CTA for each. Two subtiles of a triangle's tile may need a second
   // round: a CTA that has a long one there has a short one, too.
   do {

@@ -68,7 +68,7 @@ class DenseKV {
   CUTE_DEVICE void load(const Element*& place, int64_t stride_row, int columns, int n_block,
                         Target&& target) {
     constexpr int kRows = decltype(cute::size<0>(Shape{}))::value;
-    const int rows = len_k_ - n_block * kRows;
+    const int rows = len_k_ - n_block * kRows;  // fault: key-bound
     const unsigned thread =
         kKept == KeptAddresses::kThreadAndTarget ? thread_ : platform::rematerialize(thread_, rows);
     const Loader loader(thread, columns);

@@ -17,7 +17,7 @@ struct PipelineState {
   CUTE_DEVICE void advance() {
     if (++stage == kStages) {
       stage = 0;
-      parity ^= 1;
+      parity ^= 1;  // fault: parity
     }
   }
 };

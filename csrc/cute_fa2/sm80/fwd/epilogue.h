@@ -108,7 +108,7 @@ struct FwdEpilogue {
     const int mine = static_cast<int>(get<1>(tOcO(0, 0))) / 2;
     if (mine >= Softmax::kRows) return;
     const int row = row0 + static_cast<int>(get<0>(tOcO(mine, 0)));
-    if (pack_gqa.exists(row, sequence)) visit(row, mine);
+    if (pack_gqa.exists(row, sequence)) visit(row, mine);  // fault: lse-row
   }
 };
 

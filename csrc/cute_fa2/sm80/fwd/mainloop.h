@@ -91,7 +91,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     // K of this block (and Q, in the first step) is there, for all threads. All warps are done with
     // V of the block before, which may be overwritten.
     platform::wait_copies<0>();
-    platform::sync_cta();
+    platform::sync_cta();  // fault: cta-barrier
     this->template load_v<false>(n_block);
     platform::commit_copies();
 
@@ -165,7 +165,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
                           typename Traits::Exchange::SmemLayoutP{});
     auto store_p = StoreP{}.get_slice(thread);
     copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
-    platform::sync_cta();  // P is there, of all columns
+    platform::sync_cta();  // P is there, of all columns; fault: shared-p
     auto tOrP =
         make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeS{}));  // (8, MMA_M, N / 16)
     auto load_p = LoadP{}.get_slice(thread);

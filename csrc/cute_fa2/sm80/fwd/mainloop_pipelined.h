@@ -121,11 +121,11 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     const int n_block = platform::rematerialize(index);
     // V of this block and K of the next are there, for all threads. All warps are done with what
     // the step before has read, which may be overwritten.
-    platform::wait_copies<0>();
+    platform::wait_copies<0>();  // fault: copy-wait
     platform::sync_cta();
     if constexpr (kHasNext) {
       this->load_v(n_block - 1);
-      if (has_next(n_block - 1)) this->load_k(n_block - 2);
+      if (has_next(n_block - 1)) this->load_k(n_block - 2);  // fault: stage
     }
     platform::commit_copies();
 

@@ -50,7 +50,7 @@ struct FwdEpilogue {
     for (int strip = 0; strip < Traits::kHeadDimV / kStripV; ++strip) {
       ElementOut* staged = smem.out[consumer][warp][strip % kOutStrips];
       if (strip == 0) {
-        wait_until_read<0>();  // TMA has read the tile before: its strips may be overwritten
+        wait_until_read<0>();  // TMA has read the strips of the tile before; fault: store-wait
       } else if (strip >= kOutStrips) {
         wait_until_read<kOutStrips - 1>();  // TMA has read the strip that was here
       }
@@ -59,10 +59,10 @@ struct FwdEpilogue {
         uint32_t block[4];  // (2 rows, 2 x 8 columns)
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) block[i] = words((strip * kStripV + column) / 4 + i);
-        hopper::stmatrix(staged + (first ^ column), block);
+        hopper::stmatrix(staged + (first ^ column), block);  // fault: swizzle
       }
       // What each lane wrote is visible to TMA, and once all lanes are here, to the box of lane 0.
-      hopper::fence_async_proxy();
+      hopper::fence_async_proxy();  // fault: proxy-fence
       hopper::sync_warp();
       if (lane == 0) {
         hopper::tma_store(arguments.maps.out, staged, strip * kStripV, pack_gqa.in_group(row0),

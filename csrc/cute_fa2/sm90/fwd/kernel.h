@@ -32,7 +32,7 @@ struct FwdKernel {
       hopper::prefetch_tensor_map(arguments.maps.v);
       if constexpr (!Traits::kSplitKV) hopper::prefetch_tensor_map(arguments.maps.out);
       Pipeline<Traits, kMask>::init_barriers(smem);
-      hopper::fence_barrier_init();
+      hopper::fence_barrier_init();  // fault: init-fence
     }
     platform::sync_cta();  // the initialised barriers are visible to all threads
 

@@ -176,7 +176,7 @@ class FwdMainloop {
       hopper::wgmma_wait<0>();  // O of the blocks before is complete
       warpgroup_fence_operand(tOrO);
       if (n_block != first_block) release_v();
-      if (n_block == updated) softmax.rescale(out);
+      if (n_block == updated) softmax.rescale(out);  // fault: rescale
       convert_to_words<Element>(tSrS, words);
       if (n_block == work.blocks.begin) break;
 
@@ -184,7 +184,7 @@ class FwdMainloop {
       scheduler_barrier_sync();
       gemm_qk(tSrS);
       gemm_pv(tSrP, tOrO);
-      scheduler_barrier_arrive();
+      scheduler_barrier_arrive();  // fault: turn
       wait_for_scores<1>(tSrS);
       Traits::ScoreMod::apply(arguments_.params, scores, work.row0, (n_block - 1) * kBlockN);
       // Without a mask only the last keys may be cut off, and they come first.
@@ -204,7 +204,7 @@ class FwdMainloop {
 
   template <int kInFlight, class Scores>
   CUTE_DEVICE void wait_for_scores(Scores& tSrS) {
-    hopper::wgmma_wait<kInFlight>();  // S is complete; P V may still run
+    hopper::wgmma_wait<kInFlight>();  // S is complete; P V may still run; fault: wgmma-wait
     cute::warpgroup_fence_operand(tSrS);
     release_k();
   }
@@ -242,10 +242,10 @@ class FwdMainloop {
     using namespace cute;
     typename Traits::MmaO mma;
     auto tOrP = as_a_operand(tSrP);          // ((2, 2, 2), 1, N / 16)
-    smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
+    smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived; fault: v-wait
     warpgroup_fence_operand(tOrO);
     warpgroup_fence_operand(tSrP);
-    hopper::wgmma_fence();  // what the threads wrote to P and O is visible to the products
+    hopper::wgmma_fence();  // shows P and O to the products; fault: wgmma-fence
     CUTE_UNROLL
     for (int k = 0; k < size<2>(tOrP); ++k) {
       gemm(mma, tOrP(_, _, k), v_operand_.template descriptor<false>(v_.stage, k), tOrO);

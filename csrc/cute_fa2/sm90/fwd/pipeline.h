@@ -29,7 +29,7 @@ struct Pipeline {
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       smem.k_full[stage].init(1);
       smem.v_full[stage].init(1);
-      smem.k_empty[stage].init(Traits::kConsumers * kWarps);
+      smem.k_empty[stage].init(Traits::kConsumers * kWarps);  // fault: arrivals
       smem.v_empty[stage].init(Traits::kConsumers * kWarps);
     }
   }
