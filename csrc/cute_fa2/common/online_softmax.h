@@ -157,7 +157,6 @@ class OnlineSoftmax {
       if (!allreduce.any(exceeds)) return LimitUpdate::kNone;
     }
     allreduce.max(row_max);
-    bool has_exact = false;
     CUTE_UNROLL
     for (int i = 0; i < kCount; ++i) {
       const int r = kFirstRow + i;
@@ -165,17 +164,23 @@ class OnlineSoftmax {
       rescale_[r] = policy_.rescale(limit_[r], limit);
       limit_[r] = limit;
       sum_[r] *= rescale_[r];
-      has_exact |= policy_.is_exact(limit);
     }
-    if (!platform::any_in_warp(has_exact)) return LimitUpdate::kLimits;
+    return subtract_limits<kFirstRow>(scores) ? LimitUpdate::kExact : LimitUpdate::kLimits;
+  }
+
+  // The same of the first block of a tile, by rows of a warp that start anew with it.
+  template <class Scores>
+  CUTE_DEVICE void start(Scores& scores) {
+    start();
     CUTE_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const float limit = limit_[kFirstRow + i];
-      const float offset = policy_.is_exact(limit) ? limit : 0.f;
+    for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) scores(i, c) -= offset;
+      for (int c = 0; c < cute::size<1>(scores); ++c) limit_[r] = fmaxf(limit_[r], scores(r, c));
     }
-    return LimitUpdate::kExact;
+    QuadAllreduce::max(limit_);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) limit_[r] = policy_.limit_above(limit_[r]);
+    subtract_limits(scores);
   }
 
   template <int kFirstRow = 0, class Out>
@@ -248,6 +253,25 @@ class OnlineSoftmax {
   }
 
  private:
+  // Subtracts the limits of exact rows from their scores; returns whether the warp has such rows.
+  template <int kFirstRow = 0, class Scores>
+  CUTE_DEVICE bool subtract_limits(Scores& scores) const {
+    bool has_exact = false;
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(scores); ++r) {
+      has_exact |= policy_.is_exact(limit_[kFirstRow + r]);
+    }
+    if (!platform::any_in_warp(has_exact)) return false;
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(scores); ++r) {
+      const float limit = limit_[kFirstRow + r];
+      const float offset = policy_.is_exact(limit) ? limit : 0.f;
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= offset;
+    }
+    return true;
+  }
+
   // The bits of the greatest score of row `row`, or of a lesser one if all are negative. Where one
   // at least is not negative, floats are in the order of their bits, taken for integers. Of three
   // integers Hopper finds the greatest in one instruction.

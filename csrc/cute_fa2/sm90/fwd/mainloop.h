@@ -158,11 +158,10 @@ class FwdMainloop {
     };
 
     clear(tOrO);
-    softmax.start();
     const int first_block = work.blocks.end - 1;
     Traits::ScoreMod::apply(arguments_.params, scores, work.row0, first_block * kBlockN);
     apply_mask(first_block);
-    softmax.update_limits(scores, true, true);
+    softmax.start(scores);
     auto bounds = softmax.bounds();
     int updated = -1;  // the last block after the first that has changed limits
     CUTE_NO_UNROLL
