@@ -69,6 +69,34 @@ def test_dynamic_shapes_are_one_graph(device, dtype, is_causal):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@SOME_BACKENDS
+def test_dynamic_head_dims_are_one_graph(device, dtype, is_causal):
+    """With the default scale, which is 1/sqrt(D)."""
+    compiled, counter = counting(
+        lambda q, k, v: flash_cute.forward(q, k, v, is_causal), dynamic=True
+    )
+    for head_dim in (16, 24, 32, 40, 56, 64, 5, 20, 8, 48):
+        inputs = random_inputs(2, 6, 33, head_dim, heads_kv=3, len_k=50, dtype=dtype, device=device)
+        assert_same(compiled(*inputs), flash_cute.forward(*inputs, is_causal))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_scales_that_change_compile_as_often_as_sdpas(dynamic):
+    def graphs(attention):
+        torch._dynamo.reset()
+        compiled, counter = counting(attention, dynamic=dynamic)
+        for step in range(1, 8):
+            compiled(*random_inputs(2, 3, 33, 16, len_k=50), 0.1 * step)
+        return counter.frame_count
+
+    def sdpa(q, k, v, scale):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    assert graphs(lambda q, k, v, s: flash_cute.forward(q, k, v, False, s)) <= graphs(sdpa)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @SOME_BACKENDS
 def test_transformer_block(device, dtype, backend):

@@ -4,6 +4,7 @@ and what is allowed.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -13,10 +14,10 @@ from fractions import Fraction
 
 import pytest
 import torch
-from support import DEVICES, random_inputs
+from support import ALL_KERNELS, DEVICES, check, random_inputs, run
 
 import flash_cute
-from flash_cute import checks, cpu, ops, reference
+from flash_cute import checks, cpu, ops, reference, tolerance
 
 
 def inputs(device="cpu", **changes):
@@ -373,6 +374,46 @@ def test_meta_tensors_give_shapes():
         and out.dtype == torch.float16
     )
     assert lse.shape == (2, 4, 8) and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("device, dtype", [p for p in ALL_KERNELS if torch.float64 not in p.values])
+def test_huge_scores(device, dtype):
+    """A row of one key has its value, and the score as LSE."""
+    size = 60000.0 if dtype == torch.float16 else 133120.0
+    x = torch.full((1, 1, 1, 64), size, dtype=dtype, device=device)
+    out, lse = run(x, x, x)
+    assert torch.equal(out, x)
+    assert lse.item() == pytest.approx(x[0, 0, 0, 0].item() ** 2 * 64 / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("device, dtype", [p for p in ALL_KERNELS if torch.bfloat16 in p.values])
+def test_scores_near_the_end_of_fp32(device, dtype, is_causal):
+    """Products of 2.5e38 and more. Scaled by less than 2e-38 they are ordinary scores."""
+    q, k, v = random_inputs(2, 2, 70, 64, len_k=130, dtype=dtype, device=device)
+    q, k = (2.0e18 * (1 + 0.05 * x.tanh()) for x in (q, k))
+    assert 2.5e38 < (q.double() @ k.double().mT).max() < 3.4e38
+    check(q, k, v, is_causal, 1e-38)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masks_of_the_op_are_aligned_to_the_bottom_right(device):
+    """As all that takes them: the op, its transforms, the reference and the tolerance."""
+    q, k, v = random_inputs(2, 2, 33, 64, len_k=50, dtype=torch.float16, device=device)
+    expected = flash_cute.forward(q, k, v, True)
+    stacked = [x[None] for x in (q, k, v)]
+    op = functools.partial(ops.fwd, window_right=0)
+    for out, lse in (
+        op(q, k, v),
+        ops.fwd(q, k, v, window_right=0, diagonal_offset=50 - 33),
+        [x[0] for x in torch.vmap(op)(*stacked)],
+        torch.compile(op, backend="aot_eager", fullgraph=True)(q, k, v),
+    ):
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    for formula in (reference.attention, reference.attention_blockwise):
+        for a, b in zip(formula(q, k, v, window_right=0), formula(q, k, v, True), strict=True):
+            assert torch.equal(a, b)
+    assert tolerance.compare(*expected, q, k, v, window_right=0).passed
 
 
 def test_no_heads_at_all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from support import LENGTHS, random_inputs
 
 import flash_cute
 from flash_cute import __main__ as command
-from flash_cute import ops, reference, tolerance
+from flash_cute import ops, plan, reference, tolerance
 
 F64 = torch.float64
 
@@ -128,6 +129,47 @@ def test_command_checks_the_cpu(capsys):
     assert flash_cute.__version__ in shown and torch.__version__ in shown
     cases = 4 * len(ops.build_info()["head_dims"]) * 2
     assert shown.count(" pass\n") == cases and f"{cases} of {cases} passed on the CPU" in shown
+
+
+def test_command_says_what_was_left_out(capsys, monkeypatch):
+    build = ops.build_info()
+    monkeypatch.setattr(ops, "build_info", lambda: {**build, "left_out": "head dims 32, 64"})
+    monkeypatch.setattr(command, "_check", lambda _device: True)
+    assert command.main(["check", "--device", "cpu"]) == 0
+    assert re.search(r"left out +head dims 32, 64 .*FLASH_CUTE_ARCHS", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("gpu", plan.DEVICES)
+def test_command_prints_plans(capsys, gpu):
+    head_dim = str(ops.build_info()["head_dims"][0])
+    call = ["--H", "32", "--Hkv", "8", "--Nq", "1", "--Nk", "32768", "--D", head_dim, "--causal"]
+    assert command.main(["plan", *call, "--gpu", gpu]) == 0
+    shown = capsys.readouterr().out
+    assert f"Nk 32768, D {head_dim}, Dv {head_dim}, bf16, causal" in shown and f" {gpu}: " in shown
+    for line in (r"kernel +sm[89]0 ", r"tile +\d+ queries x \d+ keys", r"split-KV +splits: \d\d"):
+        assert re.search(f"^{line}", shown, re.MULTILINE), shown
+    assert command.main(["plan", *call, "--gpu", gpu, "--tuning", "arch=80,splits=1"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"kernel +sm80 ", shown) and "splits: 1," in shown
+
+
+def test_plans_show_what_they_do_not_know(monkeypatch, capsys):
+    monkeypatch.setattr(ops, "plan", lambda _request: {"arch": "sm90", "ctas": 7, "colour": "red"})
+    assert command.main(["plan", "--gpu", "h100"]) == 0
+    assert re.search(r"^others +arch sm90, ctas 7, colour red$", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(
+    "arguments, refusal",
+    [
+        (["--D", "0"], "Not served: .*sizes"),
+        (["--Hkv", "3"], "Not served: .*sizes"),
+        (["--tuning", "parts=2"], "Not served: .*tuning has 'parts"),
+    ],
+)
+def test_command_plans_no_impossible_calls(capsys, arguments, refusal):
+    assert command.main(["plan", *arguments]) == 1
+    assert re.search(refusal, capsys.readouterr().out)
 
 
 def test_command_finds_a_wrong_result(capsys, monkeypatch):
