@@ -97,6 +97,6 @@ def tiles_for(smem_limit: int) -> list[Tile]:
     return cast("list[Tile]", json.loads(torch.ops.flash_cute.tiles_for(smem_limit)))
 
 
-def plan(request: str) -> dict[str, Any]:
+def plan(request: str, tuning: str = "") -> dict[str, Any]:
     """The plan of a call that `plan.request` describes: which kernel, tile and splits it gets."""
-    return cast("dict[str, Any]", json.loads(torch.ops.flash_cute.plan(request)))
+    return cast("dict[str, Any]", json.loads(torch.ops.flash_cute.plan(request, tuning)))

@@ -57,9 +57,9 @@ SIZES = (
 #: What the plan is printed as: titles, and texts with names from the op's answer.
 LINES = (
     ("kernel", "{arch} for head dims up to {head_dim}, mask: {kernel_mask}"),
-    ("tile", "{block_m} queries x {block_n} keys, {warps} warps, {stages} key blocks in memory"),
-    ("shared memory", "{smem_bytes:,} bytes a CTA, {ctas_per_sm} CTAs a multiprocessor"),
-    ("GQA packing", "query heads that share a tile: {rows_per_query}"),
+    ("tile", "{block_m} queries x {block_n} keys, {warps} warps, key blocks in memory: {stages}"),
+    ("shared memory", "{smem_bytes:,} bytes a CTA, CTAs of a multiprocessor: {ctas_per_sm}"),
+    ("GQA packing", "query heads that share a tile: {packed_heads}"),
     (
         "split-KV",
         "splits: {splits}, keys of each: {split_keys:,}, workspace: {workspace_bytes:,} bytes",
@@ -69,6 +69,11 @@ LINES = (
     ("scheduler", "{scheduler}, heads in groups of {head_group}"),
     ("not sm90", "{why_not_sm90}"),
 )
+#: What else the answer has of the tile's entry. Not for people.
+UNSEEN = {
+    *("op", "mask", "head_dim_v", "column_warps", "max_registers", "split_kv", "q_stages"),
+    *("ping_pong", "producer_registers", "consumer_registers", "rows_per_query"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,11 +116,13 @@ def main(argv: list[str] | None = None) -> int:
     device = device_here() if is_here else DEVICES[args.gpu or "h100"]
     gpu_name = torch.cuda.get_device_name() if is_here else args.gpu or "h100"
     try:
-        answer = ops.plan(request(args, device))
+        answer = ops.plan(request(args, device), args.tuning)
     except RuntimeError as error:
         print(f"Not served: {str(error).splitlines()[0]}")
         return 1
     rows = [("call", _call(args)), ("GPU", _gpu(gpu_name, device)), *description(answer)]
+    if args.Dv != args.D or max(args.window) >= 0:
+        rows.append(("not yet", "forward takes no windows, and no v with a head dim of its own"))
     width = max(len(row[0]) for row in rows)
     for title, text in rows:
         print(f"{title:{width}}  {text}")
@@ -144,19 +151,17 @@ def request(args: argparse.Namespace, device: Device) -> str:
         "len_k": args.Nk,
         "head_dim": args.D,
         "head_dim_v": args.Dv,
-        "dtype": args.dtype,
         "window_left": window_left,
         "window_right": window_right,
         **vars(device),
     }
-    text = ",".join(f"{name}={value}" for name, value in items.items())
-    return f"{text},{args.tuning}" if args.tuning else text
+    return ",".join(f"{name}={value}" for name, value in items.items())
 
 
 def description(answer: dict[str, Any]) -> list[tuple[str, str]]:
     """The plan for a person: titles and texts. What no line of LINES has comes last."""
     rows = []
-    rest = dict(answer)
+    rest = {key: value for key, value in answer.items() if key not in UNSEEN}
     for title, text in LINES:
         keys = [key for _, key, _, _ in string.Formatter().parse(text) if key]
         if all(answer.get(key, "") != "" for key in keys):

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import pytest
-import torch
 
 from bench import cases
 from flash_cute import ops
@@ -37,9 +35,8 @@ def plan(gpu: str, *sizes: int, causal: bool = False, **options: int) -> dict[st
     request = {**GPUS[gpu], **dict(zip(names, sizes, strict=True)), **options}
     if causal:
         request["window_right"] = 0
-    text = ",".join(f"{name}={value}" for name, value in request.items())
-    result: dict[str, Any] = json.loads(torch.ops.flash_cute.plan(text))
-    return result
+    tuning = {name: request.pop(name) for name in TUNING if name in request}
+    return ops.plan(*(",".join(f"{n}={x}" for n, x in d.items()) for d in (request, tuning)))
 
 
 def plan_of(gpu: str, case: cases.Case, **options: int) -> dict[str, Any]:
@@ -57,6 +54,7 @@ FIELDS = (
     *("head_group", "ctas", "workspace_bytes", "scheduler"),
 )
 FULL, CAUSAL = False, True
+TUNING = "arch", "splits", "smem_limit"
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,11 @@ def test_plans_show_what_they_do_not_know(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, refusal",
     [
-        (["--D", "0"], "Not served: .*sizes"),
-        (["--Hkv", "3"], "Not served: .*sizes"),
+        (["--D", "0"], "Not served: .*head_dim is 0: it must be 1 to 256"),
+        (["--Hkv", "3"], "Not served: .*heads_q is 32: it must be a multiple"),
+        (["--window", "-2", "0"], "Not served: .*window_left is -2"),
+        (["--tuning", "splits=99999999999999999999"], "Not served: .*tuning has .splits"),
+        (["--tuning", "len_q=1"], "Not served: .*tuning has .len_q"),
         (["--tuning", "parts=2"], "Not served: .*tuning has 'parts"),
     ],
 )

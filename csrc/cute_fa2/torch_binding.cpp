@@ -140,6 +140,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<doubl
                                int64_t window_left, int64_t window_right,
                                std::optional<int64_t> diagonal_offset,
                                std::optional<std::string> tuning) {
+  const FwdOverrides overrides = parse_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
   check_inputs(q, k, v, dtype, device, softmax_scale);
@@ -184,8 +185,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<doubl
                          diagonal_offset.value_or(len_k - len_q));
   params.scale = make_softmax_scale(softmax_scale.value_or(1 / std::sqrt(double(head_dim))));
 
-  const FwdPlan plan = plan_fwd(params, parse_overrides(tuning.value_or("")), properties_of(device),
-                                sm90::encode_fwd_maps);
+  const FwdPlan plan = plan_fwd(params, overrides, properties_of(device), sm90::encode_fwd_maps);
   std::optional<Tensor> workspace;
   if (plan.workspace_bytes > 0) {
     const int64_t stride = 1;
@@ -210,7 +210,7 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
       "Tensor softmax_lse)");
   m.def("build_info() -> str");
   m.def("tiles_for(int smem_per_cta) -> str");
-  m.def("plan(str request) -> str");
+  m.def("plan(str request, str tuning=\"\") -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) { m.impl("fwd", TORCH_BOX(&flash_cute::fwd)); }

@@ -193,9 +193,13 @@ class Emulator:
 
     def plan(self, **request: int) -> dict[str, Any]:
         """The plan of a call of these sizes, as the op `plan` describes it."""
-        request = {"arch": self.arch, **self.defaults, **request}
-        text = ",".join(f"{name}={value}" for name, value in request.items())
-        plan: dict[str, Any] = json.loads(self._library.describe_plan(text.encode()))
+        request = {**self.defaults, **request}
+        tuning = {n: request.pop(n) for n in ("smem_limit", "splits") if n in request}
+        texts = (
+            ",".join(f"{name}={value}" for name, value in numbers.items()).encode()
+            for numbers in (request, {"arch": self.arch, **tuning})
+        )
+        plan: dict[str, Any] = json.loads(self._library.describe_plan(*texts))
         return plan
 
     def schedule(self, block_m: int, **request: int) -> Tensor:

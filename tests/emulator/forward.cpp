@@ -92,10 +92,11 @@ __attribute__((visibility("default"))) const char* describe_build() {
 }
 
 // The plan of a call, as JSON (host/build_info.h); a sentence if there is none.
-__attribute__((visibility("default"))) const char* describe_plan(const char* request) {
+__attribute__((visibility("default"))) const char* describe_plan(const char* request,
+                                                                 const char* tuning) {
   static std::string description;
   try {
-    description = plan(request);
+    description = plan(request, tuning);
   } catch (const std::exception& refusal) {
     description = refusal.what();
   }

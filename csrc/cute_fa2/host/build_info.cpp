@@ -4,11 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
+#include <cstdint>
 #include <stdexcept>
 #include <type_traits>
 
 #include "generated/variants.inc"
+#include "host/named_numbers.h"
 #include "host/plan_fwd.h"
 #include "tiles/fwd_sm80.h"
 #include "tiles/fwd_sm90.h"
@@ -95,51 +96,52 @@ JsonObject as_json(const TileEntrySm90& entry) {
       .add("consumer_registers", config.consumer_registers());
 }
 
-// What `plan` is asked, as numbers.
+// What `plan` is asked. fp16 and bf16 get the same plan.
 struct Request {
   int64_t batch = 1, heads_q = 1, heads_kv = 1, len_q = 1, len_k = 1, head_dim = 64;
-  int64_t head_dim_v = 0;  // as head_dim
-  DType dtype = DType::kBFloat16;
-  int64_t window_left = -1, window_right = -1;
+  int64_t head_dim_v = 64, window_left = -1, window_right = -1;
   int64_t compute_capability = 90, multiprocessors = 132, l2_bytes = 50 << 20;
   int64_t smem_per_cta = 227 << 10;
-  std::string overrides;
 
   explicit Request(const std::string& text) {
     const struct {
       const char* name;
       int64_t& value;
-    } fields[] = {{"batch", batch},
-                  {"heads_q", heads_q},
-                  {"heads_kv", heads_kv},
-                  {"len_q", len_q},
-                  {"len_k", len_k},
-                  {"head_dim", head_dim},
-                  {"head_dim_v", head_dim_v},
-                  {"window_left", window_left},
-                  {"window_right", window_right},
-                  {"compute_capability", compute_capability},
-                  {"multiprocessors", multiprocessors},
-                  {"l2_bytes", l2_bytes},
-                  {"smem_per_cta", smem_per_cta}};
-    for (size_t begin = 0; begin < text.size();) {
-      const size_t end = std::min(text.find(',', begin), text.size());
-      const std::string item = text.substr(begin, end - begin);
-      begin = end + 1;
-      const size_t equals = std::min(item.find('='), item.size());
-      const std::string name = item.substr(0, equals);
-      const auto* field = std::find_if(std::begin(fields), std::end(fields),
-                                       [&](const auto& f) { return name == f.name; });
-      if (name == "dtype") {
-        dtype = item == "dtype=fp16" ? DType::kHalf : DType::kBFloat16;
-      } else if (field == std::end(fields)) {
-        append(overrides, item);
-      } else {
-        field->value = std::strtoll(item.c_str() + std::min(equals + 1, item.size()), nullptr, 10);
+      int64_t least, most;
+    } fields[] = {{"batch", batch, 1, INT32_MAX},
+                  {"heads_q", heads_q, 1, INT32_MAX},
+                  {"heads_kv", heads_kv, 1, INT32_MAX},
+                  {"len_q", len_q, 1, kMaxLength},
+                  {"len_k", len_k, 0, kMaxLength},
+                  {"head_dim", head_dim, 1, kMaxHeadDim},
+                  {"head_dim_v", head_dim_v, 1, kMaxHeadDim},
+                  {"window_left", window_left, -1, INT64_MAX},
+                  {"window_right", window_right, -1, INT64_MAX},
+                  {"compute_capability", compute_capability, 80, INT32_MAX},
+                  {"multiprocessors", multiprocessors, 1, INT32_MAX},
+                  {"l2_bytes", l2_bytes, 1, INT32_MAX},
+                  {"smem_per_cta", smem_per_cta, 1, INT32_MAX}};
+    std::string names;
+    for (const auto& field : fields) append(names, field.name);
+    read_named_numbers(text, "the request", "one of " + names,
+                       [&](const std::string& name, int64_t value) {
+                         for (const auto& field : fields) {
+                           if (name == field.name) return field.value = value, true;
+                         }
+                         return false;
+                       });
+    for (const auto& [name, value, least, most] : fields) {
+      if (value < least || value > most) {
+        throw std::runtime_error(std::string("flash_cute: ") + name + " is " +
+                                 std::to_string(value) + ": it must be " + std::to_string(least) +
+                                 " to " + std::to_string(most));
       }
     }
-    std::erase(overrides, ' ');
-    if (head_dim_v == 0) head_dim_v = head_dim;
+    if (heads_q % heads_kv != 0 || batch * heads_q > INT32_MAX) {
+      throw std::runtime_error(
+          "flash_cute: heads_q is " + std::to_string(heads_q) +
+          ": it must be a multiple of heads_kv, and batch x heads_q below 2^31");
+    }
   }
 };
 
@@ -191,14 +193,8 @@ std::string tiles_for(int64_t smem_per_cta) {
   return in_brackets(tiles);
 }
 
-std::string plan(const std::string& text) {
-  const Request r(text);
-  if (std::min({r.batch, r.heads_q, r.heads_kv, r.len_q, r.len_k, r.head_dim, r.head_dim_v,
-                r.multiprocessors, r.l2_bytes, r.smem_per_cta}) < 1 ||
-      r.heads_q % r.heads_kv != 0 || std::max(r.head_dim, r.head_dim_v) > kMaxHeadDim ||
-      std::max(r.len_q, r.len_k) > kMaxLength || std::max(r.batch, r.heads_q) > INT32_MAX) {
-    throw std::runtime_error("flash_cute: no call has these sizes: " + text);
-  }
+std::string plan(const std::string& request, const std::string& tuning) {
+  const Request r(request);
   const auto whole_chunks = [](int64_t head_dim) {
     return static_cast<int>((head_dim + 7) / 8 * 8);
   };
@@ -214,14 +210,14 @@ std::string plan(const std::string& text) {
   params.group_size = static_cast<int>(r.heads_q / r.heads_kv);
   params.len_q = static_cast<int>(r.len_q);
   params.len_k = static_cast<int>(r.len_k);
-  params.dtype = r.dtype;
+  params.dtype = DType::kBFloat16;
   params.mask =
       set_band(params.band, r.len_q, r.len_k, r.window_left, r.window_right, r.len_k - r.len_q);
   params.scale = make_softmax_scale(1 / std::sqrt(static_cast<double>(r.head_dim)));
   const DeviceProperties device = {static_cast<int>(r.compute_capability / 10),
                                    static_cast<int>(r.multiprocessors),
                                    static_cast<int>(r.l2_bytes), static_cast<int>(r.smem_per_cta)};
-  return describe(plan_fwd(params, parse_overrides(r.overrides), device, nullptr), params, device);
+  return describe(plan_fwd(params, parse_overrides(tuning), device, nullptr), params, device);
 }
 
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device) {
@@ -230,8 +226,13 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
   const int ctas_per_sm = is_sm80 ? kFwdTilesSm80[plan.tile].ctas_per_sm : 1;
   const TileSchedule& schedule = plan.schedule;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
-  return json.add("kernel_mask", params.mask == MaskKind::kFull ? "full" : "banded")
+  // The sm90 kernels for splits serve any mask.
+  const char* kernel_mask = !is_sm80 && plan.splits.count > 1 ? "any, split-KV"
+                            : params.mask == MaskKind::kFull  ? "full"
+                                                              : "banded";
+  return json.add("kernel_mask", kernel_mask)
       .add("rows_per_query", plan.gqa.rows_per_query())
+      .add("packed_heads", plan.gqa.packed_heads)
       .add("tiles", int64_t{schedule.order.tiles()})
       .add("splits", plan.splits.count)
       .add("split_keys", plan.splits.count > 1 ? plan.splits.keys : params.len_k)

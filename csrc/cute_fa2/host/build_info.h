@@ -12,7 +12,8 @@ std::string build_info();
 std::string tiles_for(int64_t smem_per_cta);
 
 // The plan of a call on dense tensors, on a device that need not be there. `request` is
-// "batch=1,heads_q=32,...": a name of each field of Request in build_info.cpp, and of FwdOverrides.
-std::string plan(const std::string& request);
+// "batch=1,heads_q=32,...", with the names of Request in build_info.cpp; `tuning` as for the op
+// fwd.
+std::string plan(const std::string& request, const std::string& tuning);
 
 }  // namespace flash_cute

@@ -1,12 +1,12 @@
 #include "host/plan_fwd.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <iterator>
 #include <limits>
 #include <stdexcept>
 
 #include "generated/variants.inc"
+#include "host/named_numbers.h"
 #include "host/split_kv.h"
 #include "tiles/fwd_sm80.h"
 #include "tiles/fwd_sm90.h"
@@ -197,32 +197,25 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
 
 FwdOverrides parse_overrides(const std::string& text) {
   FwdOverrides overrides;
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    const std::string item = text.substr(begin, end - begin);
-    begin = end + 1;
-    const size_t equals = item.find('=');
-    const std::string name = item.substr(0, equals);
-    long long value = -1;
-    int read = 0;
-    if (equals == std::string::npos ||
-        std::sscanf(item.c_str() + equals + 1, "%lld%n", &value, &read) != 1 || value < 0 ||
-        equals + 1 + read != item.size()) {
-      refuse("tuning has '" + item + "': it must be name=number, the number 0 or more");
+  const auto take = [&](const std::string& name, int64_t value) {
+    if (value < 0) {
+      refuse(name + " in tuning is " + std::to_string(value) + ": it must be 0 or more");
+    }
+    if (name == "arch" && value != 0 && value != 80 && value != 90) {
+      refuse("arch is " + std::to_string(value) + ": it must be 80, 90, or 0 for the default");
     }
     if (name == "arch") {
-      if (value != 0 && value != 80 && value != 90) {
-        refuse("arch is " + std::to_string(value) + ": it must be 80, 90, or 0 for the default");
-      }
       overrides.arch = value;
     } else if (name == "smem_limit") {
       overrides.smem_limit = value;
     } else if (name == "splits") {
       overrides.splits = value;
     } else {
-      refuse("tuning has '" + name + "': it must be arch, smem_limit or splits");
+      return false;
     }
-  }
+    return true;
+  };
+  read_named_numbers(text, "tuning", "arch, smem_limit or splits", take);
   return overrides;
 }
 
