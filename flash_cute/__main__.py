@@ -1,5 +1,5 @@
-"""`python -m flash_cute`: what serves this machine, and whether its results are right. Exit status
-0 only if all are. `python -m flash_cute plan`: which kernel a call would run (plan.py).
+"""Shows what serves this machine and checks its results: the exit status is 0 only if all are right.
+`python -m flash_cute plan --help`: which kernel a call would run.
 """
 
 from __future__ import annotations
