@@ -1,4 +1,4 @@
-"""Shows what serves this machine and checks its results: the exit status is 0 only if all are right.
+"""Shows what serves this machine, and checks its results. Exit status 0: all are right.
 `python -m flash_cute plan --help`: which kernel a call would run.
 """
 
