@@ -10,8 +10,8 @@ from emulator import Emulator
 
 #: sm90 has few multiprocessors: each CTA takes several tiles, and its stages are used again.
 KERNELS = {
-    "sm80": {"arch": 80},
-    "sm90": {"arch": 90, "multiprocessors": 2},
+    "sm80": {"arch": 80, "splits": 1},
+    "sm90": {"arch": 90, "splits": 1, "multiprocessors": 2},
     "sm80-split": {"arch": 80, "splits": 3},
     "sm90-split": {"arch": 90, "splits": 3, "multiprocessors": 5},
 }
@@ -33,13 +33,13 @@ def kernels(request: pytest.FixtureRequest, library: Path) -> Emulator:
 
 @pytest.fixture(params=["sm80", "sm90"])
 def unsplit(request: pytest.FixtureRequest, library: Path) -> Emulator:
-    """Those of both architectures, with as many splits as the plan chooses."""
+    """Those of both architectures for whole keys."""
     return Emulator(library, **KERNELS[request.param])
 
 
 @pytest.fixture
 def sm80(library: Path) -> Emulator:
-    return Emulator(library, arch=80)
+    return Emulator(library, **KERNELS["sm80"])
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ class Emulator:
         *,
         window_left: int = -1,
         window_right: int = -1,
-        diagonal_offset: int = 0,
+        diagonal_offset: int | None = None,
         refuses_tensor_maps: bool = False,
         seed: int = 0,
         **options: int,
@@ -152,7 +152,7 @@ class Emulator:
             softmax_scale,
             window_left,
             window_right,
-            diagonal_offset,
+            k.shape[2] - q.shape[2] if diagonal_offset is None else diagonal_offset,
             ",".join(f"{name}={value}" for name, value in overrides.items()).encode(),
             multiprocessors,
             refuses_tensor_maps,
@@ -175,7 +175,7 @@ class Emulator:
         names = "window_left", "window_right", "diagonal_offset"
         band = {name: options.pop(name) for name in names if name in options}
         if is_causal:
-            band = {"window_right": 0, "diagonal_offset": k.shape[2] - q.shape[2]}
+            band["window_right"] = 0
         scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
         out, lse, counters = self.forward(q, k, v, scale, **band, **options)
         result = tolerance.compare(out, lse, q, k, v, False, scale, **band)
