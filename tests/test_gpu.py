@@ -375,7 +375,7 @@ def test_the_op_refuses_what_cannot_be_launched():
         run(q, k, v, smem_limit=1024)  # no tile fits
     with pytest.raises(RuntimeError, match="arch is 75: it must be 80, 90, or 0"):
         ops.fwd(q, k, v, tuning="arch=75")
-    with pytest.raises(RuntimeError, match="tuning has 'splits=-1': it must be name=number"):
+    with pytest.raises(RuntimeError, match="splits in tuning is -1: it must be 0 or more"):
         ops.fwd(q, k, v, tuning="splits=-1")
     with pytest.raises(RuntimeError, match="tuning has 'split': it must be arch, "):
         ops.fwd(q, k, v, tuning="arch=80,split=2")
