@@ -256,13 +256,22 @@ def test_every_head_dim_has_the_smallest_tile_that_serves_it(head_dim: int, gpu:
 
 
 def test_requests_that_no_call_makes() -> None:
-    for sizes in [(1, 3, 2, 1, 1, 64), (0, 1, 1, 1, 1, 64), (1, 1, 1, 1, 1, 257)]:
-        with pytest.raises(RuntimeError, match="no call has these sizes"):
+    for sizes, why in [
+        ((1, 3, 2, 1, 1, 64), "heads_q is 3: it must be a multiple of heads_kv"),
+        ((0, 1, 1, 1, 1, 64), "batch is 0: it must be 1 to"),
+        ((1, 1, 1, 1, 1, 257), "head_dim is 257: it must be 1 to 256"),
+    ]:
+        with pytest.raises(RuntimeError, match=why):
             plan("H100", *sizes)
-    with pytest.raises(RuntimeError, match="tuning has 'splits=-1': it must be name=number"):
-        plan("H100", 1, 1, 1, 1, 1, 64, splits=-1)
-    with pytest.raises(RuntimeError, match="tuning has 'tiles': it must be arch, smem_limit or"):
-        plan("H100", 1, 1, 1, 1, 1, 64, tiles=1)
+    for tuning, why in [
+        ("splits=-1", "splits in tuning is -1: it must be 0 or more"),
+        ("splits=1x", "tuning has 'splits=1x': it must be name=number"),
+        ("tiles=1", "tuning has 'tiles': it must be arch, smem_limit or splits"),
+    ]:
+        with pytest.raises(RuntimeError, match=why):
+            ops.plan("batch=1", tuning)
+    with pytest.raises(RuntimeError, match="multiprocessors is 4294967296: it must be 1 to"):
+        ops.plan("multiprocessors=4294967296")
 
 
 def test_waves() -> None:

@@ -154,7 +154,7 @@ def test_command_prints_plans(capsys, gpu):
 
 
 def test_plans_show_what_they_do_not_know(monkeypatch, capsys):
-    monkeypatch.setattr(ops, "plan", lambda _request: {"arch": "sm90", "ctas": 7, "colour": "red"})
+    monkeypatch.setattr(ops, "plan", lambda *_: {"arch": "sm90", "ctas": 7, "colour": "red"})
     assert command.main(["plan", "--gpu", "h100"]) == 0
     assert re.search(r"^others +arch sm90, ctas 7, colour red$", capsys.readouterr().out, re.M)
 

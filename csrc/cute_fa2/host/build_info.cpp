@@ -99,7 +99,8 @@ JsonObject as_json(const TileEntrySm90& entry) {
 // What `plan` is asked. fp16 and bf16 get the same plan.
 struct Request {
   int64_t batch = 1, heads_q = 1, heads_kv = 1, len_q = 1, len_k = 1, head_dim = 64;
-  int64_t head_dim_v = 64, window_left = -1, window_right = -1;
+  int64_t head_dim_v = 0;  // as head_dim
+  int64_t window_left = -1, window_right = -1;
   int64_t compute_capability = 90, multiprocessors = 132, l2_bytes = 50 << 20;
   int64_t smem_per_cta = 227 << 10;
 
@@ -114,7 +115,7 @@ struct Request {
                   {"len_q", len_q, 1, kMaxLength},
                   {"len_k", len_k, 0, kMaxLength},
                   {"head_dim", head_dim, 1, kMaxHeadDim},
-                  {"head_dim_v", head_dim_v, 1, kMaxHeadDim},
+                  {"head_dim_v", head_dim_v, 0, kMaxHeadDim},
                   {"window_left", window_left, -1, INT64_MAX},
                   {"window_right", window_right, -1, INT64_MAX},
                   {"compute_capability", compute_capability, 80, INT32_MAX},
@@ -137,6 +138,7 @@ struct Request {
                                  " to " + std::to_string(most));
       }
     }
+    if (head_dim_v == 0) head_dim_v = head_dim;
     if (heads_q % heads_kv != 0 || batch * heads_q > INT32_MAX) {
       throw std::runtime_error(
           "flash_cute: heads_q is " + std::to_string(heads_q) +
