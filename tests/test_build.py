@@ -350,7 +350,7 @@ torch.ops.load_library({library!r})
 try:
     torch.ops.flash_cute.tiles_for(-1)
 except RuntimeError as error:
-    print("smem_limit" in str(error))
+    print("smem_per_cta" in str(error))
 print(torch.ops.flash_cute.build_info())
 """
     command = [sys.executable, "-c", call]
