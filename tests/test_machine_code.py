@@ -176,8 +176,9 @@ def test_softmax_stands_under_a_product() -> None:
         # Of a tile's first block, which waits for all products; of the others, where one is left.
         assert [wait[-1] for wait, _ in softmax] == ["0", "1"], kernel
         rows, scores = 2, 64 * kernel.config["block_n"] // 128  # of a thread
-        for _, piece in softmax:
-            assert piece.count("MUFU.EX2") == scores + rows, kernel  # each row may rise
+        # In the other blocks a row's limit may change, which takes one more.
+        for (_, piece), changes in zip(softmax, (0, rows), strict=True):
+            assert piece.count("MUFU.EX2") == scores + changes, kernel
             assert len(re.findall(r"\bFADD\b", piece)) >= scores, kernel
 
 
@@ -244,8 +245,8 @@ def test_pipelined_qk_stands_among_exponentials(code: str) -> None:
         exponentials = rows * 16 // 32
         products = 2 * rows * 16 * config["head_dim"] // (16 * 8 * 16)
         pieces = re.split(r"\bBRA\b", kernel.text)
-        # Behind the last 16 keys there are no next.
-        whole = among_products(pieces, products, range(exponentials, 2 * exponentials))
+        # The first 16 keys may have all of their own there, too. Behind the last there are no next.
+        whole = among_products(pieces, products, range(exponentials, 2 * exponentials + 1))
         assert len(whole) >= blocks_of_16 - 1, kernel
         assert min(whole) >= exponentials // 2, kernel
         # Of a tile with few rows. Before the first 16 keys there are others' exponentials; at head
