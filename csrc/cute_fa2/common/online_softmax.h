@@ -39,17 +39,14 @@ struct QuadAllreduce {
   }
 };
 
-// What OnlineSoftmax::update_limits has done; kNone is the same for all threads that vote together.
-// Exact rows end in kExact in every block.
-enum class LimitUpdate { kNone, kLimits, kExact };
-
 // The running statistics of kRows rows. The limit is that of the whole row; the sum is that of the
 // thread's own columns until `normalize`.
 //
-// A block of scores takes four calls:
+// A block of scores takes four calls, and `bounds` between the second and the last:
 //   may_exceed     whether one of this thread's scores may exceed its row's limit. Can be asked
 //                  before a mask, which only lowers scores.
-//   update_limits  raises the limits that are exceeded, and subtracts them from exact rows.
+//   update_limits  raises the limits that are exceeded, and subtracts those of exact rows. `start`
+//                  is its short form for the first block of a tile.
 //   rescale        multiplies `out`, the weighted sum of V so far, where limits have changed. Not
 //                  needed while `out` is 0.
 //   apply_exp2     replaces the scores that update_limits has had by their weights.
@@ -90,21 +87,6 @@ class OnlineSoftmax {
     return result;
   }
 
-  // The subtrahends alone, after `update`: without exact rows nothing is asked about them.
-  struct Subtrahends {
-    float subtrahend[kRows];
-  };
-  CUTE_DEVICE Subtrahends subtrahends(LimitUpdate update) const {
-    Subtrahends result;
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      // As a select: with a branch ptxas spills at head dim 128.
-      const bool is_exact = update == LimitUpdate::kExact && policy_.is_exact(limit_[r]);
-      result.subtrahend[r] = is_exact ? -SoftmaxScale::kSlackLog2 : policy_.reference(limit_[r]);
-    }
-    return result;
-  }
-
   template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE bool may_exceed(const Scores& scores) const {
     bool result = false;
@@ -126,16 +108,17 @@ class OnlineSoftmax {
     return result;
   }
 
-  // `is_first`: the first block of a tile, where all rows get a limit.
+  // `is_first`: the first block of a tile, where all rows get a limit. False if it has changed
+  // nothing, the same for all threads that vote together.
   template <int kFirstRow = 0, class Scores, class Allreduce = QuadAllreduce>
-  CUTE_DEVICE LimitUpdate update_limits(Scores& scores, bool may_exceed, bool is_first,
-                                        const Allreduce& allreduce = {}) {
+  CUTE_DEVICE bool update_limits(Scores& scores, bool may_exceed, bool is_first,
+                                 const Allreduce& allreduce = {}) {
     // Each row decides for itself, so that its result does not depend on its neighbours. All vote
     // whether there is anything to do.
     if (is_first) {
       allreduce.sync();
     } else {
-      if (!allreduce.any(may_exceed)) return LimitUpdate::kNone;
+      if (!allreduce.any(may_exceed)) return false;
     }
     constexpr int kCount = decltype(cute::size<0>(scores))::value;
     static_assert(kFirstRow + kCount <= kRows);
@@ -154,7 +137,7 @@ class OnlineSoftmax {
         const float limit = limit_[kFirstRow + r];
         exceeds |= row_max[r] > limit || policy_.is_exact(limit);
       }
-      if (!allreduce.any(exceeds)) return LimitUpdate::kNone;
+      if (!allreduce.any(exceeds)) return false;
     }
     allreduce.max(row_max);
     CUTE_UNROLL
@@ -165,7 +148,8 @@ class OnlineSoftmax {
       limit_[r] = limit;
       sum_[r] *= rescale_[r];
     }
-    return subtract_limits<kFirstRow>(scores) ? LimitUpdate::kExact : LimitUpdate::kLimits;
+    subtract_limits<kFirstRow>(scores);
+    return true;
   }
 
   // The same of the first block of a tile, by rows of a warp that start anew with it.
@@ -193,7 +177,7 @@ class OnlineSoftmax {
   }
 
   // Of some of the block's columns, or all.
-  template <int kFirstRow = 0, class Scores, class Bounds>
+  template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE void apply_exp2(Scores& scores, const Bounds& bounds) {
     // Column by column: the product with V takes the weights of the first columns first.
     CUTE_UNROLL
@@ -253,15 +237,15 @@ class OnlineSoftmax {
   }
 
  private:
-  // Subtracts the limits of exact rows from their scores; returns whether the warp has such rows.
+  // Subtracts the limits of exact rows from their scores.
   template <int kFirstRow = 0, class Scores>
-  CUTE_DEVICE bool subtract_limits(Scores& scores) const {
+  CUTE_DEVICE void subtract_limits(Scores& scores) const {
     bool has_exact = false;
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(scores); ++r) {
       has_exact |= policy_.is_exact(limit_[kFirstRow + r]);
     }
-    if (!platform::any_in_warp(has_exact)) return false;
+    if (!platform::any_in_warp(has_exact)) return;
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(scores); ++r) {
       const float limit = limit_[kFirstRow + r];
@@ -269,7 +253,6 @@ class OnlineSoftmax {
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= offset;
     }
-    return true;
   }
 
   // The bits of the greatest score of row `row`, or of a lesser one if all are negative. Where one

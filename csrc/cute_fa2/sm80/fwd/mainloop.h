@@ -114,16 +114,16 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     Traits::ScoreMod::apply(arguments_.params, scores, row0, key0);
     this->template apply_mask<kStepM>(row0, key0, scores);
     const bool is_first = !has_previous(n_block);
-    const LimitUpdate update = softmax_.template update_limits<Rows::kFirstRow>(
+    const bool updated = softmax_.template update_limits<Rows::kFirstRow>(
         scores, softmax_.template may_exceed<Rows::kFirstRow>(scores), is_first,
         row_allreduce<Traits>(smem_, platform::rematerialize(thread_)));
     // Before the first block O is 0.
-    if (update != LimitUpdate::kNone && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
+    if (updated && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
     if constexpr (kSharesRows) load_next_k(n_block);
 
     // No branch from here on, so that the exponentials of later columns run under the products of
     // earlier ones. Where warps share rows, all of P comes before any product.
-    softmax_.template apply_exp2<Rows::kFirstRow>(scores, softmax_.subtrahends(update));
+    softmax_.template apply_exp2<Rows::kFirstRow>(scores, softmax_.bounds());
     auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
     if constexpr (kSharesRows) {
       gemm_pv_of_shared_p(thread_here, n_block, fragments, tSrP, tOrO);

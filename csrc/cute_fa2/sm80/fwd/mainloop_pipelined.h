@@ -136,13 +136,13 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto out = as_matrix(tOrO_step);                    // (rows, columns)
     this->template apply_mask<kStepM>(row0_ + Rows::kFirst * kMmaRows, n_block * kBlockN, scores);
     const bool is_first = !has_previous(n_block);
-    const LimitUpdate update = softmax_.template update_limits<Rows::kFirstRow>(
+    const bool updated = softmax_.template update_limits<Rows::kFirstRow>(
         scores, fragments.may_exceed != 0, is_first,
         row_allreduce<Traits>(smem_, platform::rematerialize(thread_)));
     // Before the first block O is 0.
-    if (update != LimitUpdate::kNone && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
+    if (updated && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
 
-    softmax_and_gemms<Rows, kHasNext>(thread_here, n_block, softmax_.subtrahends(update), fragments,
+    softmax_and_gemms<Rows, kHasNext>(thread_here, n_block, softmax_.bounds(), fragments,
                                       tOrO_step);
     if constexpr (kHasNext) {
       auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
@@ -159,8 +159,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
   // first, and all of S last.
   template <class Rows, bool kHasNext, class Out>
   CUTE_DEVICE void softmax_and_gemms(unsigned thread, int n_block,
-                                     const typename Softmax::Subtrahends& subtrahends,
-                                     Fragments& fragments, Out& tOrO_step) {
+                                     const typename Softmax::Bounds& bounds, Fragments& fragments,
+                                     Out& tOrO_step) {
     using namespace cute;
     constexpr int kPieces = kBlockN / 16;
     constexpr int kStepsOfS = Traits::kHeadDim / 16, kPairsOfO = Traits::kHeadDimV / 16;
@@ -180,7 +180,7 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto exp2_of = [&](int piece) {
       auto accumulators = pair_of_columns(tSrS_step, piece);  // (4, MMA_M, 2)
       auto scores = as_matrix(accumulators);                  // (rows, columns)
-      softmax_.template apply_exp2<Rows::kFirstRow>(scores, subtrahends);
+      softmax_.template apply_exp2<Rows::kFirstRow>(scores, bounds);
       auto words_of_piece = words(_, _, piece);  // (4, MMA_M)
       convert_to_words<Element>(as_a_operand(accumulators), words_of_piece);
     };

@@ -189,7 +189,7 @@ class FwdMainloop {
       // Without a mask only the last keys may be cut off, and they come first.
       if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
       if (platform::any_in_warp(softmax.may_exceed(scores, bounds)) &&
-          softmax.update_limits(scores, true, false) != LimitUpdate::kNone) {
+          softmax.update_limits(scores, true, false)) {
         bounds = softmax.bounds();
         updated = n_block - 1;
       }
