@@ -117,6 +117,23 @@ def test_which_architecture() -> None:
 
 
 @pytest.mark.parametrize(
+    "options, why_not",
+    [
+        ({"k_stride_batch": 0, "q_stride_head": 0}, ""),
+        ({"k_stride_row": 0}, "the rows of k are expanded"),
+        ({"v_stride_head": 32}, "rows of v overlap"),
+        ({"q_stride_batch": 1 << 40}, "a stride of q is 2^40 bytes or more"),
+        ({"scale_sign": 0}, "softmax_scale is not above 0"),
+        ({"scale_sign": -1}, "softmax_scale is not above 0"),
+    ],
+)
+def test_strides_and_scale_that_sm90_takes(options: dict[str, int], why_not: str) -> None:
+    assert plan("H100", 2, 4, 4, 70, 70, 64, **options)["why_not_sm90"] == why_not
+    packed = plan("H100", 2, 8, 2, 1, 700, 64, **options)
+    assert packed["rows_per_query"] == (1 if "q_stride_head" in options else 4)
+
+
+@pytest.mark.parametrize(
     "sizes, mask, block_m",
     [
         # On 132 multiprocessors. Of 256 rows 64 tiles, and 128: 128 and 256 of 128 rows.

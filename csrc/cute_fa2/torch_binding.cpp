@@ -55,7 +55,7 @@ TensorView<Pointer> view_of(const Geometry& g, void* data) {
 // A dense tensor of like's batch, heads and rows, with rows of whole chunks.
 Tensor new_padded(const Tensor& like) {
   const int64_t* sizes = Geometry(like).sizes;
-  return torch::stable::new_empty(like, {sizes[0], sizes[1], sizes[2], (sizes[3] + 7) / 8 * 8});
+  return torch::stable::new_empty(like, {sizes[0], sizes[1], sizes[2], whole_chunks(sizes[3])});
 }
 
 // `t` as the kernels read it. Where its rows cannot be read in chunks of 16 bytes, `copy` keeps a
@@ -134,8 +134,6 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dty
   STD_TORCH_CHECK(std::isfinite(softmax_scale.value_or(1)), "softmax_scale must be finite");
 }
 
-int whole_chunks(int64_t head_dim) { return static_cast<int>((head_dim + 7) / 8 * 8); }
-
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<double> softmax_scale,
                                int64_t window_left, int64_t window_right,
                                std::optional<int64_t> diagonal_offset,
@@ -179,7 +177,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<doubl
   params.group_size = static_cast<int>(heads_q / gk.sizes[1]);
   params.len_q = static_cast<int>(len_q);
   params.len_k = static_cast<int>(len_k);
-  params.head_dim = params.head_dim_v = whole_chunks(head_dim);
+  params.head_dim = params.head_dim_v = static_cast<int>(whole_chunks(head_dim));
   params.dtype = *dtype_from(dtype);
   params.mask = set_band(params.band, len_q, len_k, window_left, window_right,
                          diagonal_offset.value_or(len_k - len_q));

@@ -142,7 +142,8 @@ __attribute__((visibility("default"))) int64_t schedule(int arch, int batch, int
       add(cta, row0, row0 + block_m, tile.head, tile.batch);
     }
   } else {
-    const TileSchedule plan = persistent_schedule(grid, multiprocessors);
+    const TailSplit tail = TailSplit::make(params, block_m, grid.tiles(), multiprocessors);
+    const TileSchedule plan = persistent_schedule(grid, tail, multiprocessors);
     const sm90::PersistentTileScheduler scheduler(plan, pack_gqa, batch);
     for (int cta = 0; cta < plan.ctas; ++cta) {
       sm90::PersistentTileScheduler::Iterator of_cta(cta);

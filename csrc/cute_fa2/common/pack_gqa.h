@@ -12,14 +12,6 @@
 
 namespace flash_cute {
 
-// A work tile: `m_block` counts tiles of block_m rows, `head` tile heads (GqaLayout).
-struct TileCoord {
-  int m_block;
-  int head;
-  int batch;
-  int split;
-};
-
 class PackGqa : public GqaLayout {
  public:
   explicit PackGqa(const GqaLayout& layout) : GqaLayout(layout), heads_per_kv_(heads_per_kv) {}
@@ -45,8 +37,8 @@ class PackGqa : public GqaLayout {
   }
 
   // Calls visit(i, address of row + i * kStep, whether it exists) for i from 0 to kCount - 1.
-  template <class Element, int kCount, int kStep, class Pointer, class Visit>
-  CUTE_DEVICE void for_each_row(const TensorView<Pointer>& view, TileCoord tile, int row,
+  template <class Element, int kCount, int kStep, class Pointer, class Tile, class Visit>
+  CUTE_DEVICE void for_each_row(const TensorView<Pointer>& view, Tile tile, int row,
                                 const Sequence& sequence, const Visit& visit) const {
     Element* address = find<Element>(view, tile, row, sequence);
     if (log2_rows == 0) {  // rows are queries, evenly spaced

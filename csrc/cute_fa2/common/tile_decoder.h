@@ -5,10 +5,17 @@
 
 #include <cute/config.hpp>
 
-#include "common/pack_gqa.h"
 #include "host/tile_schedule.h"
 
 namespace flash_cute {
+
+// A work tile: `m_block` counts tiles of block_m rows, `head` tile heads (GqaLayout).
+struct TileCoord {
+  int m_block;
+  int head;
+  int batch;
+  int split;
+};
 
 class TileDecoder {
  public:

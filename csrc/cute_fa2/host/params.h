@@ -35,6 +35,15 @@ struct TensorView {
   int64_t stride_row;
 };
 
+// Dense (batch, heads, rows, columns).
+template <class Pointer>
+TensorView<Pointer> dense_view(Pointer data, int64_t heads, int64_t rows, int64_t columns) {
+  return {data, heads * rows * columns, rows * columns, columns};
+}
+
+// Kernels read and write rows in chunks of 8 elements, so tensors have whole chunks.
+constexpr int64_t whole_chunks(int64_t head_dim) { return (head_dim + 7) / 8 * 8; }
+
 // The softmax statistics of a row over the keys seen so far (common/online_softmax.h).
 struct alignas(8) RowStats {
   float limit;
@@ -75,6 +84,10 @@ struct FwdParams {
   SoftmaxScale scale;
 
   int heads_kv() const { return heads_q / group_size; }
+  bool is_full() const { return mask == MaskKind::kFull; }
+  // See Band.
+  bool is_window() const { return !is_full() && band.is_window(len_q); }
+  bool is_triangle() const { return !is_full() && band.is_triangle(len_q, len_k); }
   int64_t rows() const { return int64_t{batch} * heads_q * len_q; }
 };
 

@@ -36,14 +36,14 @@ void check_grid(int64_t ctas) {
   }
 }
 
-// The rest of a plan, once tile, packing and splits are known.
-void finish(FwdPlan& plan, const FwdParams& params, int block_m, const DeviceProperties& device) {
+// The rest of a plan, once tile, packing and splits are known. `schedule` makes one of a TileGrid.
+template <class Schedule>
+void finish(FwdPlan& plan, const FwdParams& params, int block_m, const DeviceProperties& device,
+            const Schedule& schedule) {
   check_grid(plan.gqa.tiles(params, block_m) * plan.splits.count);
   FwdParams split = params;
   split.splits = plan.splits;
-  const TileGrid grid = {split, plan.gqa, block_m, device.l2_bytes};
-  plan.schedule = plan.arch == Arch::kSm80 ? one_tile_per_cta(grid)
-                                           : persistent_schedule(grid, device.multiprocessors);
+  plan.schedule = schedule(TileGrid{split, plan.gqa, block_m, device.l2_bytes});
   plan.workspace_bytes = split_workspace_bytes(split);
   if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
 }
@@ -69,7 +69,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
   plan.splits =
       choose_splits(params, SplitCost::of_sm80(params, plan.gqa, entry, device.multiprocessors),
                     device.multiprocessors, overrides.splits);
-  finish(plan, params, block_m, device);
+  finish(plan, params, block_m, device, one_tile_per_cta);
   return plan;
 }
 
@@ -131,8 +131,6 @@ struct ChoiceSm90 {
 // The entry that takes an SM the least time: its query rows, times the keys in whole blocks. So
 // long sequences get large tiles, and few queries small ones, which more SMs share.
 ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiprocessors) {
-  const bool is_triangle =
-      params.mask == MaskKind::kBanded && params.band.is_triangle(params.len_q, params.len_k);
   ChoiceSm90 best;
   double least = std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < std::size(kFwdTilesSm90); ++i) {
@@ -140,9 +138,9 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
     if (entry.config.head_dim != head_dim || !entry.serves(params.mask)) continue;
     const int block_m = entry.config.block_m(), block_n = entry.config.block_n;
     const GqaLayout gqa = GqaLayout::make(params, block_m, max_rows_per_query_sm90(params));
-    const TailSplit tail = TailSplit::make(block_m, params.mask, is_triangle,
-                                           gqa.tiles(params, block_m), multiprocessors);
-    const double rows = tail.time(block_m, is_triangle, multiprocessors);
+    const TailSplit tail =
+        TailSplit::make(params, block_m, gqa.tiles(params, block_m), multiprocessors);
+    const double rows = tail.time(params, block_m, multiprocessors);
     const double time = entry.row_cost * rows * (ceil_div(params.len_k, block_n) * block_n);
     if (time < least) {
       least = time;
@@ -186,7 +184,13 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
     plan.tile = unsplit.tile;
     plan.gqa = unsplit.gqa;
   }
-  finish(plan, params, kFwdTilesSm90[plan.tile].config.block_m(), device);
+  finish(plan, params, kFwdTilesSm90[plan.tile].config.block_m(), device,
+         [&](const TileGrid& grid) {
+           // Split keys have tiles for all SMs, and no tile is split.
+           const TailSplit tail =
+               plan.splits.count == 1 ? unsplit.tail : TailSplit::none(grid.tiles(), grid.block_m);
+           return persistent_schedule(grid, tail, device.multiprocessors);
+         });
   if (encode_tensor_maps) {
     plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
   }

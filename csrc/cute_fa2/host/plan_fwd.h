@@ -1,5 +1,5 @@
 // The plan of a forward: everything that the host decides about a call, decided once, as plain
-// data. `launch_fwd` carries it out; `describe` prints it; tests compare it.
+// data. `launch_fwd` carries it out; `describe` (describe.h) prints it; tests compare it.
 #pragma once
 
 #include <cuda.h>
@@ -52,8 +52,5 @@ using EncodeTensorMaps = std::string (*)(const FwdParams&, const FwdPlan&, Tenso
 // cannot serve the call.
 FwdPlan plan_fwd(const FwdParams& params, const FwdOverrides& overrides,
                  const DeviceProperties& device, EncodeTensorMaps encode_tensor_maps);
-
-// As JSON.
-std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device);
 
 }  // namespace flash_cute

@@ -48,13 +48,6 @@ SplitKV best_splits(const FwdParams& params, const SplitCost& cost, const KeyBlo
   return best;
 }
 
-// Dense (splits, batch, heads, rows) with so many elements each.
-template <class Element>
-TensorView<Element*> dense_view(const FwdParams& params, void* memory, int64_t elements) {
-  const int64_t of_head = params.len_q * elements;
-  return {static_cast<Element*>(memory), params.heads_q * of_head, of_head, elements};
-}
-
 }  // namespace
 
 SplitCost SplitCost::of_sm80(const FwdParams& params, const GqaLayout& gqa,
@@ -75,11 +68,9 @@ SplitCost SplitCost::of_sm90(const FwdParams& params, const GqaLayout& gqa,
                              const TileEntrySm90& entry, const TileEntrySm90& unsplit,
                              const TailSplit& tail, int multiprocessors) {
   constexpr int kConsumerRows = FwdConfigSm90::kConsumerRows;
-  const bool is_triangle =
-      params.mask == MaskKind::kBanded && params.band.is_triangle(params.len_q, params.len_k);
   const int block_m = entry.config.block_m(), unsplit_m = unsplit.config.block_m();
   // In decoding one consumer has all rows, and is faster alone.
-  double rows = tail.time(unsplit_m, is_triangle, multiprocessors);
+  double rows = tail.time(params, unsplit_m, multiprocessors);
   double key = 1;
   if (gqa.rows(params.len_q) <= kConsumerRows) {
     const auto one_consumer = [](int rows) { return 0.5 * (rows + kConsumerRows); };
@@ -104,8 +95,7 @@ SplitKV choose_splits(const FwdParams& params, const SplitCost& cost, int multip
   const KeyBlocks blocks = {ceil_div(params.len_k, cost.block_n), cost.block_n};
   if (asked != 0) return blocks.in_splits(asked);
   // The keys before a window would be splits of their own.
-  const bool is_window = params.mask == MaskKind::kBanded && params.band.is_window(params.len_q);
-  return is_window ? SplitKV{} : best_splits(params, cost, blocks, multiprocessors);
+  return params.is_window() ? SplitKV{} : best_splits(params, cost, blocks, multiprocessors);
 }
 
 int64_t split_workspace_bytes(const FwdParams& params) {
@@ -115,9 +105,13 @@ int64_t split_workspace_bytes(const FwdParams& params) {
 }
 
 void place_splits(SplitKV& splits, const FwdParams& params, void* workspace) {
-  splits.out = dense_view<float>(params, workspace, params.head_dim_v);
-  splits.stats = dense_view<RowStats>(
-      params, splits.out.data + splits.count * params.rows() * params.head_dim_v, 1);
+  const auto view = [&](auto* data, int columns) {
+    return dense_view(data, params.heads_q, params.len_q, columns);
+  };
+  float* out = static_cast<float*>(workspace);
+  splits.out = view(out, params.head_dim_v);
+  const int64_t outputs = splits.count * params.rows() * params.head_dim_v;
+  splits.stats = view(reinterpret_cast<RowStats*>(out + outputs), 1);
 }
 
 }  // namespace flash_cute

@@ -23,7 +23,7 @@ TileOrder TileOrder::make(const TileGrid& grid, int kv_head_group, int last_rows
 
   // Work of a tile if it had `tile_rows`: rows by keys that any of them sees.
   const auto work = [&](int m_block, int64_t tile_rows) {
-    if (grid.is_full()) return tile_rows * params.len_k;
+    if (grid.params.is_full()) return tile_rows * params.len_k;
     const int row0 = m_block * block_m, row_end = std::min(row0 + block_m, row_count);
     const int first = std::max(0, params.band.begin_of(grid.gqa.query(row0)));
     const int end = std::min(params.len_k, params.band.end_of(grid.gqa.query(row_end - 1)));
@@ -45,25 +45,25 @@ TileOrder TileOrder::make(const TileGrid& grid, int kv_head_group, int last_rows
           .before_last = before_last};
 }
 
-TailSplit TailSplit::make(int block_m, MaskKind mask, bool is_triangle, int64_t tiles,
-                          int64_t ctas) {
+TailSplit TailSplit::make(const FwdParams& params, int block_m, int64_t tiles, int64_t ctas) {
   TailSplit tail{};
   // Without a mask the last round is split. Under one the last of many tiles are short, so only
   // tiles that are fewer than the CTAs are.
-  tail.tail_tiles = mask == MaskKind::kFull || tiles < ctas ? tiles % ctas : 0;
+  tail.tail_tiles = params.is_full() || tiles < ctas ? tiles % ctas : 0;
   tail.whole_tiles = tiles - tail.tail_tiles;  // fault: tile-missing
   // Subtiles as small as leaves a CTA for each. Two subtiles of a triangle's tile may need a second
   // round: a CTA that has a long one there has a short one, too.
   do {
     tail.subtile_rows += kConsumerRows;
     tail.subtiles = static_cast<int>(ceil_div(block_m, tail.subtile_rows));
-  } while (tail.subtiles > (is_triangle ? 2 : 1) && tail.subtiles * tail.tail_tiles > ctas);
+  } while (tail.subtiles > (params.is_triangle() ? 2 : 1) &&
+           tail.subtiles * tail.tail_tiles > ctas);
   return tail;
 }
 
-double TailSplit::time(int block_m, bool is_triangle, int64_t ctas) const {
+double TailSplit::time(const FwdParams& params, int block_m, int64_t ctas) const {
   const double subtile = 0.5 * (block_m + subtile_rows);
-  if (is_triangle) {
+  if (params.is_triangle()) {
     // Only the longest tile has all keys, the mean one half of them. Short ones fill the gaps.
     const double all = whole_tiles * block_m + tail_tiles * subtiles * subtile;
     return std::max(tail_tiles > 0 ? subtile : block_m, all / ctas / 2);
@@ -89,7 +89,7 @@ TileSchedule one_tile_per_cta(const TileGrid& grid) {
   // Equal tiles need no order but that of memory. Thirds of L2: measured (notes/sm80_forward.md).
   const int thirds_of_l2 = grid.params.head_dim <= 64 ? 1 : 2;
   const int kv_head_group =
-      grid.is_full() ? 1 : grid.kv_heads_within(grid.l2_bytes / 3 * thirds_of_l2);
+      grid.params.is_full() ? 1 : grid.kv_heads_within(grid.l2_bytes / 3 * thirds_of_l2);
   const TileOrder order = TileOrder::make(grid, kv_head_group, grid.block_m);
   return {SchedulePolicy::kOneTilePerCta, grid.block_m, order,
           TailSplit::none(order.tiles(), grid.block_m), order.tiles()};
@@ -118,11 +118,11 @@ struct PersistentGrid {
   bool last_is_whole() const { return last_rows == grid.block_m; }
   // Tiles of equal work. Those of splits are about equal.
   bool tiles_are_equal() const {
-    return grid.params.splits.count > 1 || (grid.is_full() && last_is_whole());
+    return grid.params.splits.count > 1 || (grid.params.is_full() && last_is_whole());
   }
   // K and V of short sequences are read from memory about as fast as they are used. Small head
   // groups then keep reads and work mixed.
-  bool is_short() const { return !grid.is_full() && grid.params.len_k < 1024; }
+  bool is_short() const { return !grid.params.is_full() && grid.params.len_k < 1024; }
 };
 
 struct HeadByHead {
@@ -161,7 +161,8 @@ struct HeadGroups {
   // Whether tiles differ much, by a mask or in a short head's last one, and each CTA gets at least
   // 5/4 of them from a group. With less, some CTAs would have none.
   static bool fills_ctas(const PersistentGrid& p, int kv_head_group) {
-    const bool differ = !p.tiles_are_equal() && (!p.grid.is_full() || p.grid.m_blocks() <= 6);
+    const bool differ =
+        !p.tiles_are_equal() && (!p.grid.params.is_full() || p.grid.m_blocks() <= 6);
     return differ && 4 * (kv_head_group * p.grid.tiles_per_kv_head()) >= 5 * p.ctas;
   }
 
@@ -187,17 +188,15 @@ struct GroupedSequence {
 };
 
 template <class Policy, class... Others>
-TileSchedule schedule_by(const PersistentGrid& p) {
+TileSchedule schedule_by(const PersistentGrid& p, TailSplit tail) {
   if constexpr (sizeof...(Others) > 0) {
-    if (!Policy::serves(p)) return schedule_by<Others...>(p);
+    if (!Policy::serves(p)) return schedule_by<Others...>(p, tail);
   }
   const TileGrid& grid = p.grid;
-  // Where each group is scheduled anew, or keys are split, no tile is.
-  const bool splits_tail =
-      Policy::kPolicy != SchedulePolicy::kHeadGroups && grid.params.splits.count == 1;
-  const TailSplit tail = splits_tail ? TailSplit::make(grid.block_m, grid.params.mask,
-                                                       grid.is_triangle(), grid.tiles(), p.ctas)
-                                     : TailSplit::none(grid.tiles(), grid.block_m);
+  // Where each group is scheduled anew, no tile is split.
+  if (Policy::kPolicy == SchedulePolicy::kHeadGroups) {
+    tail = TailSplit::none(grid.tiles(), grid.block_m);
+  }
   // If all tiles are split, none of the subtiles lacks consumers.
   const bool all_split = tail.whole_tiles == 0 && tail.subtiles > 1;
   return {Policy::kPolicy, grid.block_m,
@@ -207,9 +206,9 @@ TileSchedule schedule_by(const PersistentGrid& p) {
 
 }  // namespace
 
-TileSchedule persistent_schedule(const TileGrid& grid, int multiprocessors) {
-  return schedule_by<HeadByHead, HeadGroups, GroupedSequence>(
-      PersistentGrid(grid, multiprocessors));
+TileSchedule persistent_schedule(const TileGrid& grid, const TailSplit& tail, int multiprocessors) {
+  return schedule_by<HeadByHead, HeadGroups, GroupedSequence>(PersistentGrid(grid, multiprocessors),
+                                                              tail);
 }
 
 }  // namespace flash_cute

@@ -18,10 +18,6 @@ struct TileGrid {
   int block_m;
   int l2_bytes;
 
-  bool is_full() const { return params.mask == MaskKind::kFull; }
-  bool is_triangle() const {
-    return !is_full() && params.band.is_triangle(params.len_q, params.len_k);
-  }
   int m_blocks() const { return gqa.m_blocks(params.len_q, block_m); }
   int kv_heads() const { return params.heads_kv() * params.batch; }
   int64_t tiles_per_kv_head() const { return int64_t{gqa.heads_per_kv} * m_blocks(); }
@@ -62,10 +58,10 @@ struct TailSplit {
   int subtile_rows;    // of each but the last
 
   static TailSplit none(int64_t tiles, int block_m) { return {tiles, 0, 1, block_m}; }
-  static TailSplit make(int block_m, MaskKind mask, bool is_triangle, int64_t tiles, int64_t ctas);
+  static TailSplit make(const FwdParams& params, int block_m, int64_t tiles, int64_t ctas);
 
   // The time of the busiest CTA, in rows of a whole tile by all keys.
-  double time(int block_m, bool is_triangle, int64_t ctas) const;
+  double time(const FwdParams& params, int block_m, int64_t ctas) const;
 
   int64_t work_tiles() const { return whole_tiles + tail_tiles * subtiles; }
 };
@@ -89,6 +85,7 @@ struct TileSchedule {
 
 TileSchedule one_tile_per_cta(const TileGrid& grid);
 
-TileSchedule persistent_schedule(const TileGrid& grid, int multiprocessors);
+// `tail`: how the tail is split where the policy allows it.
+TileSchedule persistent_schedule(const TileGrid& grid, const TailSplit& tail, int multiprocessors);
 
 }  // namespace flash_cute

@@ -6,6 +6,7 @@
 #include "common/pack_gqa.h"
 #include "common/platform.h"
 #include "common/sequence.h"
+#include "common/tile_decoder.h"
 #include "host/params.h"
 
 namespace flash_cute::sm80 {
@@ -17,7 +18,7 @@ class TileLoader {
  public:
   CUTE_DEVICE TileLoader(unsigned thread, int columns) : thread_(thread), columns_(columns) {}
 
-  // The address of this thread's part of tile `index` along the rows of the matrix (rows, columns)
+  // The address of this thread's share of tile `index` along the rows of the matrix (rows, columns)
   // at `data`.
   template <class Element>
   CUTE_DEVICE const Element* find(const Element* data, int64_t stride_row, int index) const {
@@ -27,11 +28,12 @@ class TileLoader {
         make_tensor(make_gmem_ptr(data), make_shape(kMaxLength, size<1>(TileShape{})),
                     make_stride(stride_row, _1{}));
     const auto tile = local_tile(matrix, TileShape{}, make_coord(index, _0{}));
+    // (8, rows, columns)
     return &GmemCopy{}.get_slice(thread_).partition_S(tile)(0, 0, 0);
   }
 
   // Issues the asynchronous copy of a tile to `target`. `rows` rows of it exist, all if kIsWhole.
-  // `source` is where this thread's part begins; it moves to where the part ends.
+  // `source` is where this thread's share begins; it moves to where the share ends.
   template <bool kIsWhole, class Element, class Target>
   CUTE_DEVICE void load(const Element*& source, int64_t stride_row, Target&& target,
                         int rows) const {

@@ -4,10 +4,11 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/fragment.h"
 #include "common/pack_gqa.h"
 #include "common/platform.h"
 #include "common/sequence.h"
+#include "common/tile_decoder.h"
+#include "sm80/fragment.h"
 #include "sm80/fwd/arguments.h"
 
 namespace flash_cute::sm80 {
@@ -34,7 +35,7 @@ struct FwdEpilogue {
     auto rO = convert<ElementOut>(tOrO);  // (4, MMA_M, kHeadDimV / 8)
     typename Traits::StoreO store_o;
     auto thread_store_o = store_o.get_slice(thread);
-    // Into the space of Q, which no warp reads any more.
+    // Into the space of Q, which no warp reads any more. Both (2, 2 MMA_M, kHeadDimV / 8).
     copy(store_o, thread_store_o.retile_S(rO), thread_store_o.partition_D(sO));
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)

@@ -26,7 +26,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
       Base::kHasHalves && kMask == MaskKind::kBanded && kBlockN <= kMmaRows;
 
   // What stays in registers through the loop. As members of the class they made ptxas spill. Where
-  // warps share rows, the columns of S and O, which are B's, are a part of these.
+  // warps share rows, the columns of S and O, which are B's, are a share of these.
   struct Fragments {
     typename Base::template FragmentA<typename Traits::ShapeQ> tSrQ;    // (8, MMA_M, D / 16)
     typename Base::template FragmentB<typename Traits::ShapeK> tSrK;    // (4, N / 8, D / 16)
@@ -144,7 +144,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
   template <class Rows, class S>
   CUTE_DEVICE void gemm_qk(unsigned thread, int n_block, Fragments& fragments, S& tSrS) {
     using namespace cute;
-    auto tXsQ = LoadQ{}.get_slice(thread).partition_S(sQ());  // as tXrQ
+    auto tXsQ = LoadQ{}.get_slice(thread).partition_S(sQ());  // (ldmatrix, MMA_M, D / 16)
     auto copy_q = [&](int k) {
       CUTE_UNROLL
       for (int m = Rows::kFirst; m < Rows::kFirst + Rows::kCount; ++m) {
@@ -164,13 +164,14 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     auto sP = make_tensor(make_smem_ptr(smem_.exchange.p),  // (kBlockM, kBlockN)
                           typename Traits::Exchange::SmemLayoutP{});
     auto store_p = StoreP{}.get_slice(thread);
+    // Both (2, 2 MMA_M, N / 8).
     copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
     platform::sync_cta();  // P is there, of all columns; fault: shared-p
     auto tOrP =
         make_tensor<Element>(partition_shape_A(TiledMma{}, ShapeS{}));  // (8, MMA_M, N / 16)
     auto load_p = LoadP{}.get_slice(thread);
     auto tXsP = load_p.partition_S(sP);  // (ldmatrix, MMA_M, N / 16)
-    auto tXrP = load_p.retile_D(tOrP);   // as tXsP
+    auto tXrP = load_p.retile_D(tOrP);   // (ldmatrix, MMA_M, N / 16)
     auto copy_p = [&](int k) { copy(LoadP{}, tXsP(_, _, k), tXrP(_, _, k)); };
     warp_gemm<LoadVt>(TiledMma{}, thread, tOrP, copy_p, fragments.tOrVt, sVt(n_block), tOrO);
   }

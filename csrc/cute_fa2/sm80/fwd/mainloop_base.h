@@ -3,13 +3,13 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/fragment.h"
 #include "common/mask.h"
 #include "common/online_softmax.h"
 #include "common/pack_gqa.h"
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "sm80/copy.h"
+#include "sm80/fragment.h"
 #include "sm80/fwd/arguments.h"
 #include "sm80/gemm.h"
 #include "sm80/row_allreduce.h"

@@ -6,7 +6,7 @@
 #include "common/sequence.h"
 #include "sm90/fwd/arguments.h"
 #include "sm90/hopper.h"
-#include "sm90/pipeline.h"
+#include "sm90/pipeline_state.h"
 #include "sm90/tile_scheduler.h"
 
 namespace flash_cute::sm90 {

@@ -1,0 +1,76 @@
+#include "host/describe.h"
+
+namespace flash_cute {
+
+JsonObject as_json(const TileEntrySm80& entry, DType dtype) {
+  const FwdConfigSm80& config = entry.config;
+  return JsonObject()
+      .add("arch", "sm80")
+      .add("op", "fwd")
+      .add("mask", "any")
+      .add("head_dim", config.head_dim)
+      .add("head_dim_v", config.head_dim_v)
+      .add("block_m", config.block_m)
+      .add("block_n", config.block_n)
+      .add("warps", config.threads() / 32)
+      .add("column_warps", config.column_warps)
+      .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
+      .add("stages", config.stages())
+      .add("ctas_per_sm", entry.ctas_per_sm)
+      .add("max_registers", entry.max_registers());
+}
+
+JsonObject as_json(const TileEntrySm90& entry, DType dtype) {
+  const FwdConfigSm90& config = entry.config;
+  return JsonObject()
+      .add("arch", "sm90")
+      .add("op", "fwd")
+      .add("mask", entry.full && entry.banded ? "any"
+                   : entry.full               ? "full"
+                   : entry.banded             ? "banded"
+                                              : "none")
+      .add("head_dim", config.head_dim)
+      .add("head_dim_v", config.head_dim_v)
+      .add("block_m", config.block_m())
+      .add("block_n", config.block_n)
+      .add("warps", config.threads() / 32)
+      .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
+      .add("stages", config.stages)
+      .add("ctas_per_sm", 1)
+      .add("max_registers", config.launch_registers())
+      .add("split_kv", entry.split_kv)
+      .add("q_stages", config.q_stages)
+      .add("ping_pong", config.ping_pong)
+      .add("producer_registers", config.producer_registers())
+      .add("consumer_registers", config.consumer_registers());
+}
+
+std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device) {
+  const bool is_sm80 = plan.arch == Arch::kSm80;
+  JsonObject json = is_sm80 ? as_json(kFwdTilesSm80[plan.tile], params.dtype)
+                            : as_json(kFwdTilesSm90[plan.tile], params.dtype);
+  const int ctas_per_sm = is_sm80 ? kFwdTilesSm80[plan.tile].ctas_per_sm : 1;
+  const TileSchedule& schedule = plan.schedule;
+  const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
+  // The sm90 kernels for splits serve any mask.
+  const char* kernel_mask = !is_sm80 && plan.splits.count > 1 ? "any, split-KV"
+                            : params.is_full()                ? "full"
+                                                              : "banded";
+  return json.add("kernel_mask", kernel_mask)
+      .add("rows_per_query", plan.gqa.rows_per_query())
+      .add("packed_heads", plan.gqa.packed_heads)
+      .add("tiles", int64_t{schedule.order.tiles()})
+      .add("splits", plan.splits.count)
+      .add("split_keys", plan.splits.count > 1 ? plan.splits.keys : params.len_k)
+      .add("scheduler", name_of(schedule.policy))
+      .add("head_group", schedule.order.head_group)
+      .add("tail_tiles", schedule.tail.subtiles > 1 ? schedule.tail.tail_tiles : 0)
+      .add("subtiles", schedule.tail.subtiles)
+      .add("ctas", schedule.ctas)
+      .add("waves", schedule.tail.work_tiles() / at_once)
+      .add("workspace_bytes", plan.workspace_bytes)
+      .add("why_not_sm90", plan.why_not_sm90)
+      .str();
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,20 @@
+// What people and tests see of tiles and plans, as JSON.
+#pragma once
+
+#include <string>
+
+#include "host/device.h"
+#include "host/json.h"
+#include "host/params.h"
+#include "host/plan_fwd.h"
+#include "tiles/fwd_sm80.h"
+#include "tiles/fwd_sm90.h"
+
+namespace flash_cute {
+
+JsonObject as_json(const TileEntrySm80& entry, DType dtype);
+JsonObject as_json(const TileEntrySm90& entry, DType dtype);
+
+std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device);
+
+}  // namespace flash_cute
