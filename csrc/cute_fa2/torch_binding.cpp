@@ -58,8 +58,8 @@ Tensor new_padded(const Tensor& like) {
   return torch::stable::new_empty(like, {sizes[0], sizes[1], sizes[2], whole_chunks(sizes[3])});
 }
 
-// `t` as the kernels read it. Where its rows cannot be read in chunks of 16 bytes, `copy` keeps a
-// dense copy, with zeros up to the next multiple of 8.
+// `t` as the kernels read it. If its rows have no chunks of 16 bytes, `copy` keeps a dense copy,
+// with zeros up to the next multiple of 8.
 TensorView<const void*> readable(Tensor& t, std::optional<Tensor>& copy) {
   const Geometry g(t);
   void* data = t.data_ptr();

@@ -1,4 +1,4 @@
-// Masks as intervals: for a query row, the first visible key and one past the last, of the keys
+// Masks as intervals. For a query row: the first visible key and one past the last, of the keys
 // that the tile attends to. Neither decreases from a row to the next. From them alone follow the
 // key blocks that a tile visits, those that need no element test, and that test.
 #pragma once
@@ -43,8 +43,8 @@ class Mask {
     return {(begin(row_origin + rows - 1) + block_n - 1) / block_n, end(row_origin) / block_n};
   }
 
-  // Whether an edge of any row's interval runs through the tile of `rows` x `keys` at
-  // (row_origin, key_origin), so that its elements need a test.
+  // Whether the tile of `rows` x `keys` at (row_origin, key_origin) needs an element test: the edge
+  // of some row's interval runs through it.
   CUTE_DEVICE bool cuts(int row_origin, int rows, int key_origin, int keys) const {
     row_origin = platform::rematerialize(row_origin, key_origin);
     return end(row_origin) < key_origin + keys || begin(row_origin + rows - 1) > key_origin;

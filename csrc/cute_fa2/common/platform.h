@@ -54,8 +54,8 @@ CUTE_DEVICE float reciprocal(float x) {
   return y;
 }
 
-// The same value, its origin hidden from the compiler: what follows from it is computed here, not
-// ahead of the loop, where it would hold a register.
+// The same value, its origin hidden from the compiler. What follows from it is computed here. Ahead
+// of the loop it would hold a register.
 template <class Integer>
 CUTE_DEVICE Integer rematerialize(Integer value) {
   asm volatile("" : "+r"(value));
@@ -77,8 +77,8 @@ CUTE_DEVICE Integer rematerialize(Integer value, int changing) {
   return rematerialize(value) + (changing >> 31);
 }
 
-// Keeps products and exponentials before it ahead of those behind: a branch that is never taken,
-// across which ptxas moves none (tests/test_machine_code.py looks). `changing` as above.
+// Keeps products and exponentials before it ahead of those behind. It is a branch that is never
+// taken: ptxas moves none across (tests/test_machine_code.py looks). `changing` as above.
 CUTE_DEVICE void schedule_fence(int changing) {
   if (changing < 0) __trap();
 }

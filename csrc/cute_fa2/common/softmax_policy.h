@@ -25,8 +25,8 @@ class SoftmaxPolicy {
   CUTE_DEVICE bool is_exact(float limit) const {
     return fabsf(limit) >= scale_.exact_from && limit != -INFINITY;
   }
-  // Whether the limit has to be looked at in every block, by one comparison of bits: it is below 0,
-  // where bits do not order floats, or the row is exact.
+  // Whether the limit has to be looked at in every block, by one comparison of bits. Either it is
+  // below 0, where bits do not order floats, or the row is exact.
   CUTE_DEVICE bool needs_every_block(float limit) const {
     return std::bit_cast<uint32_t>(limit) >= std::bit_cast<uint32_t>(scale_.exact_from);
   }

@@ -37,7 +37,8 @@ std::string build_info() {
     if (is_built(entry.config.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
   }
   for (const TileEntrySm90& entry : kFwdTilesSm90) {
-    if (kSm90IsBuilt && is_built(entry.config.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
+    if (kSm90IsBuilt && is_built(entry.config.head_dim))
+      append(tiles, as_json(entry, DType::kHalf).str());
   }
   return JsonObject()
       .add("cuda_runtime", CUDART_VERSION)

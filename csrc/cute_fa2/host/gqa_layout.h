@@ -7,9 +7,9 @@
 
 namespace flash_cute {
 
-// With few queries, as in decoding, all query heads of a K/V head are rows of one tile, so that K
-// and V are read once for them all ("PackGQA"). Row r is then query r / 2^n of the group's head
-// r % 2^n, with 2^n at least the group's size. Otherwise a row is a query.
+// With few queries, as in decoding, all query heads of a K/V head are rows of one tile ("PackGQA").
+// K and V are then read once for them all. Row r is then query r / 2^n of the group's head r % 2^n,
+// with 2^n at least the group's size. Otherwise a row is a query.
 struct GqaLayout {
   int log2_rows;     // rows of a query, 2^log2_rows: 1 unless packed
   int packed_heads;  // query heads in a tile: 1 unless packed

@@ -18,8 +18,8 @@ struct SoftmaxScale {
 
   float q_sign;      // the sign of the scale (-1, 0 or 1), multiplied into Q once
   float scale_log2;  // |scale| * log2(e): exponentials are taken in base 2
-  // By how much a score may exceed the row's limit before the running softmax follows it:
-  // kSlackLog2 / scale_log2, or 0 for large scales.
+  // By how much a limit is set above the row's maximum: kSlackLog2 / scale_log2, or 0 for large
+  // scales.
   float slack;
   // Rows whose limit is at least so large take scores relative to it before the scale
   // (online_softmax.h). 0 for large scales: all rows do.

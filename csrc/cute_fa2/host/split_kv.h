@@ -1,5 +1,5 @@
-// Split-KV, for calls with too few tiles to keep the GPU busy, as in decoding ("Flash-Decoding":
-// Dao, Haziza, Massa and Sizov 2023): into how many splits, and where their results go.
+// Split-KV, for calls with too few tiles to keep the GPU busy, as in decoding. Here: how many
+// splits, and where their results go. ("Flash-Decoding": Dao, Haziza, Massa and Sizov 2023.)
 #pragma once
 
 #include <cstdint>

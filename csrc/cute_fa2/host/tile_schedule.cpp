@@ -158,8 +158,8 @@ struct HeadGroups {
   }
 
  private:
-  // Whether tiles differ much, by a mask or in a short head's last one, and each CTA gets at least
-  // 5/4 of them from a group. With less, some CTAs would have none.
+  // Whether tiles differ much, by a mask or in a short head's last one, and a group has at least
+  // 5/4 tiles for each CTA. With less, some CTAs would have none.
   static bool fills_ctas(const PersistentGrid& p, int kv_head_group) {
     const bool differ =
         !p.tiles_are_equal() && (!p.grid.params.is_full() || p.grid.m_blocks() <= 6);

@@ -47,10 +47,10 @@ struct TileOrder {
   int tiles() const { return m_blocks * heads; }
 };
 
-// How tiles are shared out among persistent CTAs: whole ones first, and those behind them, which
-// are too few for all CTAs, in subtiles. A subtile has the rows of some of the tile's consumers.
-// Its CTA reads all of the tile's keys, and takes about the mean of a whole tile's time and the
-// subtile's share of it (measured: notes/sm90_forward.md).
+// How tiles are shared out among persistent CTAs. Whole ones come first. Those behind them are too
+// few for all CTAs, and are split into subtiles. A subtile has the rows of some of the tile's
+// consumers. Its CTA reads all of the tile's keys. It takes about the mean of a whole tile's time
+// and the subtile's share of it (notes/sm90_forward.md).
 struct TailSplit {
   int64_t whole_tiles;
   int64_t tail_tiles;  // tiles that are split

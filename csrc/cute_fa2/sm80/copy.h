@@ -40,8 +40,8 @@ class TileLoader {
     using namespace cute;
     auto to = GmemCopy{}.get_slice(thread_).partition_D(target);  // (8, rows, columns)
     constexpr int kStep = decltype(size<0>(TileShape{}))::value / decltype(size<1>(to))::value;
-    // (8, rows, columns) -> (row, column). Those of thread 0 are constants, and those of any other
-    // thread differ from them by the same offset: so constants are compared with what is left.
+    // (8, rows, columns) -> (row, column). Those of thread 0 are constants. All others of a thread
+    // differ from them by one offset. So constants are compared with what is left.
     auto at = GmemCopy{}.get_slice(thread_).partition_S(make_identity_tensor(TileShape{}));
     auto beside = GmemCopy{}.get_slice(0).partition_S(make_identity_tensor(TileShape{}));
     const int rows_left = rows - static_cast<int>(get<0>(at(0, 0, 0)));

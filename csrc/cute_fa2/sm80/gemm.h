@@ -17,8 +17,8 @@ CUTE_DEVICE auto copy_b_fragments(unsigned thread, B& rB, const SmemB& sB) {
   };
 }
 
-// The products of one such copy: to columns 16 pair .. 16 pair + 15 of C (4, MMA_M, columns / 8)
-// come those of A (8, MMA_M) and B (4, columns / 8), of one k16 step.
+// The products of one such copy, of one k16 step. C (4, MMA_M, columns / 8) gets those of A (8,
+// MMA_M) and B (4, columns / 8), in its columns 16 pair .. 16 pair + 15.
 template <class TiledMma, class A, class B, class C>
 CUTE_DEVICE void gemm_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& rC) {
   using namespace cute;
@@ -31,9 +31,9 @@ CUTE_DEVICE void gemm_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& 
   }
 }
 
-// C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of the
-// products that use them and no more, as registers are short. `copy_a(k)` brings A's fragments
-// of step k and is called ahead of that step's products.
+// C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of their
+// products. Registers are too short for more. `copy_a(k)` brings A's fragments of step k and is
+// called ahead of that step's products.
 template <class LoadB, class TiledMma, class A, class CopyA, class B, class SmemB, class C>
 CUTE_DEVICE void warp_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a, B& rB,
                            const SmemB& sB, C& rC) {

@@ -7,8 +7,8 @@
 namespace flash_cute::sm90 {
 
 // The stage that comes next, and the parity of the phase in which its barriers are. A consumer
-// waits for the "full" barrier with `parity`, the producer for the "empty" one with `parity ^ 1`:
-// the stages of a new pipeline count as empty.
+// waits for the "full" barrier with `parity`. The producer waits for the "empty" one with `parity ^
+// 1`: the stages of a new pipeline count as empty.
 template <int kStages>
 struct PipelineState {
   int stage = 0;

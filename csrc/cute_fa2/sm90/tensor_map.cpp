@@ -65,9 +65,8 @@ struct Tiling {
 
 // The map's dimensions are (columns, heads of a group, rows, groups, batch). A box is a strip of
 // the columns by box_group x box_rows, swizzled in shared memory as wgmma reads it. An expanded
-// dimension counts once. The stride of a dimension of one step means nothing: it is that of the
-// dimension before, because the driver's documentation wants strides that are multiples of those
-// before.
+// dimension counts once. The stride of a dimension of one step means nothing, and is that of the
+// dimension before. The driver's documentation wants strides that are multiples of those before.
 template <class Pointer>
 CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& map) {
   struct Dimension {

@@ -1,5 +1,5 @@
-// The tile table of the SM90 forward. Beside an entry: its speed as a multiple of cuDNN's on an
-// H200, bf16, B x N = 16384, full and causal where it serves both. What else was tried is in
+// The tile table of the SM90 forward. Beside an entry is its speed as a multiple of cuDNN's: H200,
+// bf16, B x N = 16384, full and causal where it serves both. What else was tried is in
 // notes/sm90_forward.md. Python reads the table through the op `build_info`.
 #pragma once
 

@@ -99,8 +99,8 @@ struct FwdEpilogue {
   }
 
  private:
-  // Calls visit(row, index among the thread's rows) for the one row that this thread reports: each
-  // of the lanes of a quad that hold the first columns has one of the quad's two or four rows.
+  // Calls visit(row, index among the thread's rows) for the one row that this thread reports. A
+  // quad has two or four rows, one for each of as many lanes: those that hold the first columns.
   template <class Softmax, class Coords, class Visit>
   static CUTE_DEVICE void visit_rows(const PackGqa& pack_gqa, int row0, const Sequence& sequence,
                                      const Coords& tOcO, const Visit& visit) {

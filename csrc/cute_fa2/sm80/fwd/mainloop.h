@@ -99,8 +99,8 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     // (4, MMA_M, N / 8)
     auto tSrS = partition_fragment_C(TiledMma{}, Shape<Int<kStepM>, Int<kBlockN>>{});
     gemm_qk<Rows>(thread_here, n_block, fragments, tSrS);
-    // V of this block is there after a barrier, for all threads, and all warps are done with K,
-    // which the next may overwrite. Where warps share rows, update_limits begins with that barrier.
+    // After a barrier V of this block is there, for all threads. All warps are done with K, which
+    // the next may overwrite. Where warps share rows, update_limits begins with that barrier.
     platform::wait_copies<0>();
     if constexpr (!kSharesRows) {
       platform::sync_cta();

@@ -1,6 +1,6 @@
-// The SM80 main loop with pipelined Q K^T: S of the next key block is computed in the step of this
-// one, 16 keys at a time, in the registers that this block's scores have left. Q stays in
-// registers; shared memory holds two key blocks.
+// The SM80 main loop with pipelined Q K^T. The step of a key block also computes S of the next, 16
+// keys at a time. It takes the registers that this block's scores have left. Q stays in registers;
+// shared memory holds two key blocks.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -153,8 +153,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     }
   }
 
-  // P = exp2(S), O += P V of this block, and with kHasNext S = Q K^T of the next in the place of
-  // the scores: 16 keys at a time, so that one piece has its products while the next has its
+  // P = exp2(S) and O += P V of this block, and with kHasNext S = Q K^T of the next in the place of
+  // the scores. It goes by pieces of 16 keys. One piece has its products while the next has its
   // exponentials. The fence between pieces is a branch; without it ptxas takes all exponentials
   // first, and all of S last.
   template <class Rows, bool kHasNext, class Out>
@@ -164,8 +164,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     using namespace cute;
     constexpr int kPieces = kBlockN / 16;
     constexpr int kStepsOfS = Traits::kHeadDim / 16, kPairsOfO = Traits::kHeadDimV / 16;
-    // The first ldmatrix of K and so many of V are issued before a piece's fence, so that products
-    // can begin behind it.
+    // The first ldmatrix of K and so many of V are issued before a piece's fence. Products can then
+    // begin behind it.
     constexpr int kFirstV = kPairsOfO < 3 ? kPairsOfO : 3;
     const int next_block = kHasNext ? n_block - 1 : n_block;  // in the last step it is not read
     auto copy_k = copy_b_fragments<LoadK>(thread, fragments.tSrK, sK(next_block));

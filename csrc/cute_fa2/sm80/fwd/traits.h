@@ -45,7 +45,7 @@ struct FwdTraits {
   using ShapeS = cute::Shape<cute::Int<kBlockM>, cute::Int<kBlockN>>;
   using ShapeO = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDimV>>;
 
-  // Warps stand along the query rows: a row's softmax stays within a quad of lanes, and each warp
+  // Warps stand along the query rows. A row's softmax stays within a quad of lanes, and each warp
   // reads all of K and V. With column warps they stand along the columns as well, and each reads a
   // share. 16 neighbouring columns are one warp's: one ldmatrix.x4 fills B operands for two n8.
   using TiledMma = cute::TiledMMA<

@@ -1,5 +1,5 @@
-// Writes a finished tile to global memory: O by TMA from shared memory, a strip of a warp's rows at
-// a time, and the log-sum-exp.
+// Writes a finished tile to global memory: O and the log-sum-exp. O goes by TMA from shared memory,
+// a strip of a warp's rows at a time.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -90,9 +90,9 @@ struct FwdEpilogue {
   static CUTE_DEVICE void finish() { wait_until_read<0>(); }
 
  private:
-  // Stores a consumer's rows from registers to `view`, each if it exists: nothing is written beyond
-  // the sequence, where TMA would clip at the tensor's edge alone. Calls visit(index of the row,
-  // row) for each.
+  // Stores a consumer's rows from registers to `view`, each if it exists. Nothing is written beyond
+  // the sequence. TMA would clip at the tensor's edge alone. Calls visit(index of the row, row) for
+  // each.
   template <class Element, class View, class Out, class Visit>
   static CUTE_DEVICE void store_rows(const Arguments& arguments, const View& view, WorkTile tile,
                                      int row0, const Sequence& sequence, Out& tOrO,

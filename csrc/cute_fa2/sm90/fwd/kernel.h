@@ -1,5 +1,5 @@
-// A persistent CTA of the SM90 forward from beginning to end: the roles of its warpgroups, and for
-// each tile the main loop and the epilogue.
+// A persistent CTA of the SM90 forward from beginning to end. Its warpgroups have roles. Each tile
+// has the main loop and the epilogue.
 #pragma once
 
 #include "common/fragment.h"

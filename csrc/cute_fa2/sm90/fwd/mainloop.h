@@ -1,5 +1,5 @@
-// A consumer's main loop: S = Q K^T, online softmax, O += P V, one key block at a time, by a
-// warpgroup for 64 rows.
+// A consumer's main loop: S = Q K^T, online softmax, O += P V, one key block at a time. A consumer
+// is a warpgroup with 64 rows.
 #pragma once
 
 #include <cute/algorithm/gemm.hpp>
@@ -42,8 +42,8 @@ class FwdMainloop {
   }
 
   // Works on the tiles that the producer loads. `finish_tile(tile, row0, softmax, tOrO)` takes the
-  // result for this consumer's rows of a tile, which begin with `row0`: the weighted sum of V,
-  // ((2, 2, kHeadDimV / 8), 1, 1), and its statistics.
+  // result for this consumer's rows of a tile, from `row0` on. `tOrO` is the weighted sum of V,
+  // ((2, 2, kHeadDimV / 8), 1, 1); `softmax` has its statistics.
   template <class FinishTile>
   CUTE_DEVICE void run(FinishTile&& finish_tile) {
     using namespace cute;
@@ -59,8 +59,8 @@ class FwdMainloop {
       process_tile(work, tSrS, softmax, tOrO);
       const ConsumerTile done = work;
       if (!next(work)) return finish_tile(done.tile, done.row0, softmax, tOrO);
-      // The epilogue of a tile runs under the first product of the next. Not all lanes store: the
-      // last line tells ptxas that the lanes are together again, or it would use no uniform
+      // The epilogue of a tile runs under the first product of the next. Not all lanes store. The
+      // last line tells ptxas that they are together again. Without it ptxas would use no uniform
       // registers from there on.
       gemm_qk_of_first_block(work, tSrS);
       finish_tile(done.tile, done.row0, softmax, tOrO);
@@ -112,8 +112,8 @@ class FwdMainloop {
     }
   }
 
-  // Waits for a stage and releases it unread. All lanes have to be past the wait first: after the
-  // release the barrier may go on by two phases, and a lane that looked only then would see the old
+  // Waits for a stage and releases it unread. All lanes have to be past the wait first. After the
+  // release the barrier may go on by two phases. A lane that looked only then would see the old
   // parity and wait for ever. (Elsewhere the lanes meet at a product in between.)
   static CUTE_DEVICE void consumer_skip(hopper::Barrier& full, hopper::Barrier& empty,
                                         KVState& state) {
@@ -167,9 +167,9 @@ class FwdMainloop {
     CUTE_NO_UNROLL
     for (int n_block = first_block;; --n_block) {
       softmax.apply_exp2(scores, bounds);
-      // The exponentials run under the product P V of the block before, if they stand before the
-      // wait in the machine code as well. ptxas moves the wait ahead of arithmetic, but not ahead
-      // of a branch that needs the results.
+      // The exponentials run under the product P V of the block before. For that they have to stand
+      // before the wait in the machine code too. ptxas moves the wait ahead of arithmetic, but not
+      // ahead of a branch that needs the results.
       warpgroup_fence_operand(tSrS);
       softmax.fence_exp2();
       hopper::wgmma_wait<0>();  // O of the blocks before is complete

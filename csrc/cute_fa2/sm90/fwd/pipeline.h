@@ -1,5 +1,5 @@
-// The pipelines of shared-memory stages through which the forward's producer hands tiles to the
-// consumers: their barriers, and what both sides have to agree on.
+// The pipelines of shared-memory stages: through them the forward's producer hands tiles to the
+// consumers. Here are their barriers, and what both sides have to agree on.
 #pragma once
 
 #include "common/mask.h"
@@ -48,8 +48,8 @@ struct Pipeline {
     return {arguments.params, sequence(arguments, tile), arguments.pack_gqa};
   }
 
-  // The key blocks that a tile visits: those of which any of its rows sees a key, or one where
-  // there is none. So there is always a block to work on.
+  // The key blocks that a tile visits: those of which any of its rows sees a key. Without any it is
+  // one block. So there is always a block to work on.
   static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, WorkTile tile) {
     const BlockRange blocks =
         mask(arguments, tile).visible_blocks(tile.row0, tile.row_end, Traits::kBlockN);

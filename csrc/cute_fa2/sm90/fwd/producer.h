@@ -1,5 +1,5 @@
-// The producer: one thread that has TMA bring the tiles of Q, K and V to shared memory, ahead of
-// the consumers that need them.
+// The producer is one thread. It has TMA bring the tiles of Q, K and V to shared memory, ahead of
+// the consumers.
 #pragma once
 
 #include <cute/config.hpp>

@@ -39,8 +39,8 @@ struct FwdTraits {
   using ShapeS = cute::Shape<cute::Int<kConsumerRows>, cute::Int<kBlockN>>;
   using ShapeO = cute::Shape<cute::Int<kConsumerRows>, cute::Int<kHeadDimV>>;
 
-  // A consumer is one warpgroup, with 64 rows: S = Q K^T from shared memory, O += P V with P from
-  // the registers in which the softmax left it.
+  // A consumer is one warpgroup, with 64 rows. S = Q K^T comes from shared memory. O += P V takes P
+  // from the registers in which the softmax left it.
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
   using MmaS = decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kBlockN>{}));
@@ -61,8 +61,8 @@ struct FwdTraits {
                          cute::SM90::GMMA::Layout_SW64_Atom<Element, kMajor>>;
   using SmemLayoutQ = decltype(cute::tile_to_shape(SmemAtom<kMajorK, kStrip>{}, ShapeQ{}));
   using SmemLayoutK = decltype(cute::tile_to_shape(SmemAtom<kMajorK, kStrip>{}, ShapeK{}));
-  // V lies as K does; the product takes it as (kHeadDimV, kBlockN), the same elements: a strip's
-  // keys first, then the next strip.
+  // V lies as K does. The product takes the same elements as (kHeadDimV, kBlockN): a strip's keys
+  // first, then the next strip.
   using SmemLayoutVt = decltype(cute::tile_to_shape(SmemAtom<kMajorMN, kStripV>{}, ShapeVt{},
                                                     cute::Step<cute::_2, cute::_1>{}));
 
