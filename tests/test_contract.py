@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import re
-import subprocess
-import sys
 from fractions import Fraction
 
 import pytest
@@ -189,20 +185,6 @@ def test_arch_on_the_cpu(nothing_runs, arch):
         flash_cute.forward(**inputs(arch=arch))
 
 
-def test_arch_of_another_gpu(monkeypatch):
-    device = torch.device("cuda", 1)
-    capability = {"value": (9, 0)}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Card")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability["value"])
-    assert checks._refusal_of_arch("sm90", device) is None
-    for other in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        capability["value"] = other
-        assert checks._refusal_of_arch("sm80", device) is None
-        message = r"arch is 'sm90' and q is on cuda:1 \(Card, compute capability .*'sm80' or None"
-        assert re.match(message, str(checks._refusal_of_arch("sm90", device)))
-
-
 @pytest.mark.gpu
 def test_fp32_on_a_gpu(nothing_runs):
     with pytest.raises(
@@ -215,31 +197,6 @@ def test_fp32_on_a_gpu(nothing_runs):
 def test_cpu_and_gpu(nothing_runs):
     with pytest.raises(ValueError, match="k is on cpu and q on cuda:0"):
         flash_cute.forward(**inputs("cuda", k=lambda k: k.cpu()))
-
-
-def test_fp32_and_old_gpus(monkeypatch):
-    """As above, where there is no such GPU."""
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Old")
-    capability = {"value": (8, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability["value"])
-    why_not = checks.why_not
-    for newer in ((8, 0), (8, 6), (9, 0), (12, 0)):
-        capability["value"] = newer
-        assert why_not(device, torch.float16) is None and why_not(device, torch.bfloat16) is None
-    what, message = why_not(device, torch.float32)
-    assert what == "dtype" and "float16 or bfloat16; cast it, or use torch.nn" in message
-    capability["value"] = (7, 5)
-    what, message = why_not(device, torch.float16)
-    assert (
-        what == "device" and "Old, compute capability 7.5" in message and "use torch.nn" in message
-    )
-
-
-def test_other_devices():
-    what, message = checks.why_not(torch.device("xpu", 0), torch.float16)
-    assert what == "device" and "use torch.nn" in message
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -422,36 +379,6 @@ def test_no_heads_at_all():
     assert out.shape == q.shape and lse.shape == (2, 0, 8)
 
 
-def test_the_import_leaves_dynamo_out():
-    code = (
-        "import sys, torch; before = 'torch._dynamo' in sys.modules; import flash_cute; "
-        "sys.exit('torch._dynamo' in sys.modules and not before)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
-    # So this decorator has to do by itself what torch's does.
-    ours, torchs = (
-        decorate(lambda: None)
-        for decorate in (checks.assume_constant_result, torch.compiler.assume_constant_result)
-    )
-    assert vars(ours) == vars(torchs) != {}
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch may let nobody register twice")
-def test_the_package_can_be_imported_again():
-    """As in notebooks: the op and its formula are registered already."""
-    code = (
-        "import sys, torch, flash_cute\n"
-        "for name in [name for name in sys.modules if name.split('.')[0] == 'flash_cute']:\n"
-        "    del sys.modules[name]\n"
-        "import flash_cute\n"
-        "out, _ = flash_cute.forward(*torch.ones(3, 1, 1, 2, 4))\n"
-        "sys.exit(not bool((out == 1).all()))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
-
-
 @pytest.mark.filterwarnings("error")
 def test_other_numbers_are_scales():
     numpy = pytest.importorskip("numpy")
@@ -463,14 +390,3 @@ def test_other_numbers_are_scales():
     for number in (numpy.float32("inf"), numpy.float16("nan"), Fraction(10) ** 400):
         with pytest.raises(ValueError, match=r"softmax_scale is a .* finite"):
             flash_cute.forward(**{**arguments, "softmax_scale": number})
-
-
-def test_a_missing_library_is_one_sentence(tmp_path, monkeypatch):
-    with pytest.raises(ImportError, match=r"compiled library is missing .*pip install"):
-        ops._load(tmp_path / "none.so")
-    (tmp_path / "broken.so").write_text("no library")
-    with pytest.raises(ImportError, match=r"does not load under torch .* needs 2.10"):
-        ops._load(tmp_path / "broken.so")
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(ImportError, match=r"does not run on Windows: use it under WSL 2"):
-        ops._load(tmp_path / "none.so")
