@@ -32,21 +32,22 @@ void BankConflicts::access(int thread, const void* code, uint32_t offset, int by
                            BankCount& count) {
   const int lane = thread % 32;
   Site& site = sites_[reinterpret_cast<uint64_t>(code) << 5 | static_cast<uint64_t>(thread / 32)];
-  const int execution = site.executed[lane]++;
-  Instruction& instruction = site.incomplete[execution];
+  const int index = site.executed[lane]++ - site.first;
+  if (index == static_cast<int>(site.kept.size())) site.kept.emplace_back();
+  Instruction& instruction = site.kept[index];
   instruction.offsets[lane] = offset;
   instruction.lanes |= 1u << lane;
   instruction.bytes = bytes;
   instruction.count = &count;
-  if (instruction.lanes == ~0u) {
-    add(instruction.offsets, instruction.lanes, bytes, count);
-    site.incomplete.erase(execution);
-  }
+  if (instruction.lanes == ~0u) add(instruction.offsets, instruction.lanes, bytes, count);
+  for (; !site.kept.empty() && site.kept.front().lanes == ~0u; site.kept.pop_front()) ++site.first;
 }
 
 void BankConflicts::finish() {
   for (auto& [place, site] : sites_) {
-    for (auto& [execution, i] : site.incomplete) add(i.offsets, i.lanes, i.bytes, *i.count);
+    for (const Instruction& i : site.kept) {
+      if (i.lanes != ~0u) add(i.offsets, i.lanes, i.bytes, *i.count);
+    }
   }
   sites_.clear();
 }

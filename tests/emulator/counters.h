@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <unordered_map>
 
 namespace flash_cute::emulator {
@@ -58,7 +59,8 @@ class BankConflicts {
   };
   struct Site {
     std::array<int, 32> executed{};  // by each lane
-    std::unordered_map<int, Instruction> incomplete;
+    int first = 0;                   // of the instructions that are kept: those before are complete
+    std::deque<Instruction> kept;
   };
   std::unordered_map<uint64_t, Site> sites_;  // by code address and warp
 };

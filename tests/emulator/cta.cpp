@@ -40,6 +40,7 @@ std::string Cta::run(int index) {
   for (Warp& warp : warps_) warp.runnable = ~0u;
   random_ = (launch_.seed + 1) * 0x9e3779b97f4a7c15u ^ (index + 1) * 0xd1342543de82ef95u;
   alive_ = launch_.threads;
+  const auto nothing = std::make_shared<News>(clock_entries());
   for (int i = 0; i < launch_.threads; ++i) {
     Thread& thread = threads_[i];
     thread.cta = this;
@@ -49,9 +50,8 @@ std::string Cta::run(int index) {
     char* stack_end = stack + Thread::kStackBytes;
     thread.stack = reinterpret_cast<uintptr_t>(stack);
     thread.context = make_fcontext(stack_end, Thread::kStackBytes, &Cta::enter);
-    thread.clocks.reset(clock_entries());
+    thread.clocks.reset(i, nothing);
     thread.waits_for = nullptr;
-    thread.clocks.advance(i);
     thread.copy_group = 0;
     thread.copies.clear();
     thread.tma_store_group = 0;
@@ -143,7 +143,7 @@ void Cta::barrier(Thread& thread, int id, int count, const void* code, bool wait
     barrier.count = count;
     barrier.votes = vote != Vote::kNone;
     barrier.any_voted = false;
-    barrier.clocks.reset(clock_entries());
+    barrier.gathering.reset(clock_entries());
     barrier.has_arrived.assign(launch_.threads, false);
   } else if (barrier.count != count) {
     emulator::fail(thread, code, "waits for %d threads at barrier %d, where others wait for %d",
@@ -156,19 +156,20 @@ void Cta::barrier(Thread& thread, int id, int count, const void* code, bool wait
     emulator::fail(thread, code, "comes to barrier %d again before the others have", id);
   }
   barrier.has_arrived[thread.index] = true;
-  barrier.clocks.join(thread.clocks);
+  barrier.gathering.add(thread.clocks);
   barrier.any_voted |= vote == Vote::kYes;
   if (waits) {
     barrier.waiting.push_back(&thread);
   } else {
-    thread.clocks.advance(thread.index);
+    thread.clocks.advance();
   }
   const bool last = ++barrier.arrived == count;
   if (last) {
+    const SharedNews news = barrier.gathering.news();
     for (Thread* other : barrier.waiting) {
       other->any_voted = barrier.any_voted;
-      other->clocks.join(barrier.clocks);
-      other->clocks.advance(other->index);
+      other->clocks.hear(news);
+      other->clocks.advance();
       wake(*other);
     }
     barrier.waiting.clear();

@@ -118,7 +118,7 @@ class Cta {
     bool any_voted = false;
     std::vector<bool> has_arrived;
     std::vector<Thread*> waiting;
-    Clocks clocks;
+    Gathering gathering;
   };
   struct Warp {
     uint32_t runnable = 0;  // a bit for each lane

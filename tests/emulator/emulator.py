@@ -232,19 +232,18 @@ class Emulator:
 
     def _with_places(self, message: str) -> str:
         """Replaces addresses in the library by lines of the kernels' source."""
-        return re.sub(r"\{(0x[0-9a-f]+)\}", lambda found: self._place(found[1]), message)
+        return re.sub(r"\{(0x[0-9a-f]+)\}", lambda found: _place(self.path, found[1]), message)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 (few, and as long-lived as the process)
-    def _place(self, address: str) -> str:
-        try:
-            command = ["addr2line", "-i", "-e", str(self.path), address]
-            lines = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
-        except OSError:
-            lines = []  # no binutils here
-        for line in lines:  # from the innermost inlined function outwards
-            found = re.search(
-                r"(?:/cute_fa2/(?!.*variants/)|/(?=small_kernels))([\w/.]+:\d+)", line
-            )
-            if found:
-                return found[1]
-        return address
+
+@functools.cache
+def _place(library: Path, address: str) -> str:
+    try:
+        command = ["addr2line", "-i", "-e", str(library), address]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.split("\n")
+    except OSError:
+        lines = []  # no binutils here
+    for line in lines:  # from the innermost inlined function outwards
+        found = re.search(r"(?:/cute_fa2/(?!.*variants/)|/(?=small_kernels))([\w/.]+:\d+)", line)
+        if found:
+            return found[1]
+    return address

@@ -45,11 +45,13 @@ void sync_named(int id, int threads) { running->cta->barrier(*running, id, threa
 
 void sync_warp() {
   auto complete = [](Cta&, Thread* lanes, void* const(&)[32]) {
-    Clocks all = lanes[0].clocks;
-    for (int lane = 1; lane < 32; ++lane) all.join(lanes[lane].clocks);
+    Gathering warp;
+    warp.reset(lanes->cta->clock_entries());
+    for (int lane = 0; lane < 32; ++lane) warp.add(lanes[lane].clocks);
+    const SharedNews news = warp.news();
     for (int lane = 0; lane < 32; ++lane) {
-      lanes[lane].clocks.join(all);
-      lanes[lane].clocks.advance(lanes[lane].index);
+      lanes[lane].clocks.hear(news);
+      lanes[lane].clocks.advance();
     }
   };
   running->cta->with_warp(*running, "syncwarp", nullptr, complete, CALLER);

@@ -58,7 +58,7 @@ void tma_load(const void* map, void* target, const void* barrier, std::array<int
 void tma_store(const void* map, const void* source, std::array<int, 5> coordinates) {
   running->cta->tma.store(*running, map, source, coordinates, CALLER);
 }
-void fence_async_proxy() { running->clocks.fence(running->index); }
+void fence_async_proxy() { running->clocks.fence(); }
 void tma_store_commit() { ++running->tma_store_group; }
 void tma_store_wait(int groups_in_flight) { running->cta->tma.wait(*running, groups_in_flight); }
 void prefetch_tensor_map(const void*) {}

@@ -19,9 +19,8 @@ void MBarriers::init(Thread& thread, const void* at, int arrivals, const void* c
   }
   const uint32_t offset = shared.offset_of(at);
   MBarrier barrier = {.offset = offset, .arrivals = arrivals, .missing = arrivals, .tma_clock = -1};
-  barrier.clocks.reset(thread.cta->clock_entries());
-  barrier.last.reset(thread.cta->clock_entries());
-  barrier.initialised = thread.clocks.epoch(thread.index);
+  barrier.gathering.reset(thread.cta->clock_entries());
+  barrier.initialised = thread.clocks.epoch();
   if (arrivals < 1 || !barriers_.emplace(offset, std::move(barrier)).second) {
     fail(thread, code, "initialises the barrier at shared + %u for %d, or again", offset, arrivals);
   }
@@ -69,8 +68,8 @@ void MBarriers::arrive(Thread& thread, const void* at, int64_t bytes, const void
     fail(thread, code, "expects %ld bytes at the barrier at shared + %u", long{barrier.bytes},
          barrier.offset);
   }
-  barrier.clocks.join(thread.clocks);
-  thread.clocks.advance(thread.index);
+  barrier.gathering.add(thread.clocks);
+  thread.clocks.advance();
   --barrier.missing;
   end_phase_if_over(*thread.cta, barrier);
   thread.cta->yield(thread);
@@ -82,7 +81,7 @@ Epoch MBarriers::tma_epoch(Cta& cta, MBarrier& barrier) {
     barrier.tma_clock = cta.launch().threads + tma_clocks_++;
   }
   const Epoch epoch(barrier.tma_clock, ++barrier.landings);
-  barrier.clocks.hear(epoch);
+  barrier.gathering.add(epoch);
   return epoch;
 }
 
@@ -95,8 +94,8 @@ void MBarriers::end_phase_if_over(Cta& cta, MBarrier& barrier) {
   if (barrier.missing > 0 || barrier.bytes != 0) return;
   ++barrier.phases;
   barrier.missing = barrier.arrivals;
-  barrier.last = barrier.clocks;
-  barrier.clocks.reset(cta.clock_entries());
+  barrier.last = barrier.gathering.news();
+  barrier.gathering.reset(cta.clock_entries());
   for (Thread* thread : barrier.waiting) cta.wake(*thread);
   barrier.waiting.clear();
 }
@@ -111,7 +110,7 @@ void MBarriers::wait(Thread& thread, const void* at, uint32_t parity, const void
     thread.cta->wait(thread, "the barrier", code);
     thread.waits_for = nullptr;
   }
-  thread.clocks.join(barrier.last);
+  if (barrier.last) thread.clocks.hear(barrier.last);
 }
 
 std::string MBarriers::describe(const Thread& thread) const {

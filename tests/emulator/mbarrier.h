@@ -15,13 +15,13 @@ class Cta;
 struct Thread;
 
 struct MBarrier {
-  uint32_t offset;  // in shared memory
-  int arrivals;     // that a phase takes
-  int missing;      // of them, in the phase under way
-  int64_t bytes;    // expected less those that have come
-  uint32_t phases;  // that are over
-  Clocks clocks;    // of those who have arrived in the phase under way
-  Clocks last;      // in the one before
+  uint32_t offset;      // in shared memory
+  int arrivals;         // that a phase takes
+  int missing;          // of them, in the phase under way
+  int64_t bytes;        // expected less those that have come
+  uint32_t phases;      // that are over
+  Gathering gathering;  // of those who have arrived in the phase under way
+  SharedNews last;      // of the one before; none of the first
   Epoch initialised;
   bool published;
   int tma_clock;      // the clocks' entry of the TMA loads that arrive here; -1 before the first

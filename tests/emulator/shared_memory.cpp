@@ -56,7 +56,7 @@ SharedMemory::Cell* SharedMemory::cells(const Thread& thread, const char* verb, 
 
 void SharedMemory::read(const Thread& thread, const void* address, int bytes, const void* code) {
   Cell* first = cells(thread, "reads", address, bytes, code);
-  const Epoch now = thread.clocks.epoch(thread.index);
+  const Epoch now = thread.clocks.epoch();
   for (Cell* cell = first; cell < first + cell_count(bytes); ++cell) {
     if (!cell->written) {
       fail(thread, code, "reads %d bytes at shared + %u, which nobody has written", bytes,
@@ -172,7 +172,7 @@ void SharedMemory::land_chunk(uint32_t offset, const unsigned char* from, Epoch 
 void SharedMemory::write(const Thread& thread, const void* address, int bytes, const void* code) {
   check_exclusive(thread, "writes", address, bytes, code);
   Cell* first = &cells_[offset_of(address) / kCellBytes];
-  const Cell written{thread.clocks.epoch(thread.index), {}, 0, code, nullptr};
+  const Cell written{thread.clocks.epoch(), {}, 0, code, nullptr};
   std::fill(first, first + cell_count(bytes), written);
 }
 
@@ -187,7 +187,7 @@ void SharedMemory::begin_copy(const Thread& thread, void* target, int bytes, con
 void SharedMemory::land_copy(const Thread& thread, void* target, const unsigned char* from,
                              int bytes, const void* code) {
   Cell* first = &cells_[offset_of(target) / kCellBytes];
-  const Cell written{thread.clocks.epoch(thread.index), {}, 0, code, nullptr};
+  const Cell written{thread.clocks.epoch(), {}, 0, code, nullptr};
   std::fill(first, first + cell_count(bytes), written);
   std::memcpy(target, from, bytes);
 }

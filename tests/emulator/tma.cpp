@@ -137,7 +137,7 @@ void Tma::read(Cta& cta, Store& store) {
 
 void Tma::wait(Thread& thread, int groups_in_flight) {
   Cta& cta = *thread.cta;
-  const Epoch now = thread.clocks.epoch(thread.index);
+  const Epoch now = thread.clocks.epoch();
   const int warp = thread.index / 32;
   auto is_waited_for = [&](const Store& store) {
     return store.thread == &thread && store.group < thread.tma_store_group - groups_in_flight;

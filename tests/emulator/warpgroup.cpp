@@ -89,7 +89,10 @@ bool Warpgroups::in_flight(const Thread& thread) const {
 void Warpgroups::check_registers(const Thread& thread, const void* address, int bytes,
                                  bool is_write, const void* code) const {
   const int lane = thread.index % 32;
+  const float* seen = nullptr;  // one after the other has the same accumulators
   for (const Issued& p : warps_[warp_index(thread)].issued) {
+    if (!is_write && p.d[lane] == seen) continue;
+    seen = p.d[lane];
     const bool of_d = overlaps(address, bytes, p.d[lane], p.shape.columns / 2 * 4);
     const bool of_a = is_write && p.a[lane] && overlaps(address, bytes, p.a[lane], 16);
     if (!of_d && !of_a) continue;
@@ -198,7 +201,7 @@ void Warpgroups::wait(Thread& thread, int groups_in_flight, const void* code) {
     Warp& warp = cta.warpgroups.warp_of(*threads);
     warp.waits = 31 * warp.waits + groups + 1;
     const int index = warp_index(*threads);
-    const Epoch now = threads->clocks.epoch(threads->index);
+    const Epoch now = threads->clocks.epoch();
     auto is_done = [&](const Issued& p) { return p.group < warp.group - groups; };
     bool any = false;
     for (const Issued& p : warp.issued) {
@@ -211,8 +214,12 @@ void Warpgroups::wait(Thread& thread, int groups_in_flight, const void* code) {
     if (!any) return;
     std::erase_if(warp.issued, is_done);
     for (const Issued& p : warp.issued) cta.warpgroups.begin_reads(threads, p);
-    for (int i = 0; i < 32; ++i) threads[i].clocks.hear(now);
-    threads->clocks.advance(threads->index);
+    Gathering done;
+    done.reset(cta.clock_entries());
+    done.add(now);
+    const SharedNews news = done.news();
+    for (int i = 0; i < 32; ++i) threads[i].clocks.hear(news);
+    threads->clocks.advance();
   };
   thread.cta->with_warp(thread, "wgmma.wait_group", &mine, complete, code);
 }
