@@ -20,6 +20,8 @@ sys.path[:] = [*(entry for entry in sys.path if entry not in ("", ROOT)), ROOT]
 # instead, up to 32, in whose start and end a run can hang (pytorch/pytorch#162199). torch reads it
 # when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Threads of OpenMP that wait for work would keep the emulator's from their cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import support  # noqa: E402
 import torch  # noqa: E402

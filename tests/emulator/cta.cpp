@@ -55,6 +55,7 @@ std::string Cta::run(int index) {
     thread.copy_group = 0;
     thread.copies.clear();
     thread.tma_store_group = 0;
+    thread.wgmmas_in_flight = false;
   }
   resume(*next());
   conflicts.finish();

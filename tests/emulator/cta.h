@@ -58,6 +58,7 @@ struct Thread {
   int64_t copy_group;         // the one that its copies join until the next commit
   std::deque<PendingCopy> copies;
   int64_t tma_store_group;  // likewise, of its TMA stores
+  bool wgmmas_in_flight;    // which may read and write its registers at any time
 };
 
 // Ends the CTA with a sentence that begins with the thread. Never returns; set a breakpoint here.

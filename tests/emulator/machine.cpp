@@ -172,28 +172,35 @@ bool is_constant(const Launch& launch, const void* address) {
   return (params <= at && at < params + launch.params_bytes) || (__ehdr_start <= at && at < _end);
 }
 
+// A plain access beyond the thread's stack.
+template <bool kWrite>
+[[gnu::noinline]] void touch_memory(Thread& thread, const void* address, int bytes,
+                                    const void* code) {
+  Cta& cta = *thread.cta;
+  if (cta.shared.contains(address)) {
+    kWrite ? cta.shared.write(thread, address, bytes, code)
+           : cta.shared.read(thread, address, bytes, code);
+    cta.conflicts.access(thread.index, code, cta.shared.offset_of(address), bytes,
+                         kWrite ? cta.counters.store : cta.counters.load);
+  } else if (kWrite) {
+    write_global(thread, address, bytes, code);
+  } else if (!is_constant(cta.launch(), address)) {
+    read_global(thread, address, bytes, code);
+  }
+}
+
 // A plain access of the kernel's code.
 template <bool kWrite>
-void touch(const void* address, int bytes, const void* code) {
+[[gnu::always_inline]] inline void touch(const void* address, int bytes, const void* code) {
   Thread* thread = running;
   if (!thread) return;  // launch code
-  Cta& cta = *thread->cta;
   if (reinterpret_cast<uintptr_t>(address) - thread->stack < Thread::kStackBytes) {
-    if (cta.warpgroups.in_flight(*thread)) {
-      cta.warpgroups.check_registers(*thread, address, bytes, kWrite, code);
+    if (thread->wgmmas_in_flight) {
+      thread->cta->warpgroups.check_registers(*thread, address, bytes, kWrite, code);
     }
     return;
   }
-  if (cta.shared.contains(address)) {
-    kWrite ? cta.shared.write(*thread, address, bytes, code)
-           : cta.shared.read(*thread, address, bytes, code);
-    cta.conflicts.access(thread->index, code, cta.shared.offset_of(address), bytes,
-                         kWrite ? cta.counters.store : cta.counters.load);
-  } else if (kWrite) {
-    write_global(*thread, address, bytes, code);
-  } else if (!is_constant(cta.launch(), address)) {
-    read_global(*thread, address, bytes, code);
-  }
+  touch_memory<kWrite>(*thread, address, bytes, code);
 }
 
 // A range, as the accesses that it would be made of.

@@ -51,9 +51,8 @@ class Operands {
 };
 
 // d += a b, of fp32 operands; `b` is (k, columns).
-__attribute__((optimize("O3"))) void multiply_add(const float (&a)[kRows][kDepth],
-                                                  const float (&b)[kDepth][kMaxColumns],
-                                                  float (&d)[kRows][kMaxColumns], int columns) {
+void multiply_add(const float (&a)[kRows][kDepth], const float (&b)[kDepth][kMaxColumns],
+                  float (&d)[kRows][kMaxColumns], int columns) {
   for (int i = 0; i < kRows; ++i) {
     for (int k = 0; k < kDepth; ++k) {
       const float factor = a[i][k];
@@ -81,10 +80,6 @@ void Warpgroups::reset(int threads) {
 }
 
 Warpgroups::Warp& Warpgroups::warp_of(const Thread& thread) { return warps_[warp_index(thread)]; }
-
-bool Warpgroups::in_flight(const Thread& thread) const {
-  return !warps_[warp_index(thread)].issued.empty();
-}
 
 void Warpgroups::check_registers(const Thread& thread, const void* address, int bytes,
                                  bool is_write, const void* code) const {
@@ -169,6 +164,7 @@ void Warpgroups::issue(Thread& thread, const Wgmma& product, const void* code) {
       const Wgmma& lane = static_cast<Lane*>(lanes[i])->product;
       p.a[i] = lane.a_registers;
       p.d[i] = lane.d;
+      threads[i].wgmmas_in_flight = true;
       if (lane.a != first.a || lane.b != first.b) {
         fail(threads[i], code, "issues another wgmma than the other lanes of its warp");
       }
@@ -218,7 +214,10 @@ void Warpgroups::wait(Thread& thread, int groups_in_flight, const void* code) {
     done.reset(cta.clock_entries());
     done.add(now);
     const SharedNews news = done.news();
-    for (int i = 0; i < 32; ++i) threads[i].clocks.hear(news);
+    for (int i = 0; i < 32; ++i) {
+      threads[i].clocks.hear(news);
+      threads[i].wgmmas_in_flight = !warp.issued.empty();
+    }
     threads->clocks.advance();
   };
   thread.cta->with_warp(thread, "wgmma.wait_group", &mine, complete, code);

@@ -15,8 +15,7 @@ class Warpgroups {
  public:
   void reset(int threads);
 
-  // A wgmma under way may read and write registers at any time.
-  bool in_flight(const Thread& thread) const;
+  // An access to the stack while wgmmas are in flight.
   void check_registers(const Thread& thread, const void* address, int bytes, bool is_write,
                        const void* code) const;
   void check_done(const Thread& thread) const;
