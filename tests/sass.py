@@ -1,4 +1,4 @@
-"""The machine code of the built library, kernel by kernel, as cuobjdump prints it."""
+"""The machine code of the built library, kernel by kernel, as nvdisasm prints it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,22 +30,46 @@ CONFIG = {
 }
 #: Behind the configuration of sm90: whether the kernel is for split-KV.
 MANGLED = re.compile(r"(sm[89]0)9FwdKernel\S*FwdConfigSm[89]0E((?:L[ib]\d+E)+)E(?:ELb(1)E)?")
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9]+)", re.MULTILINE)
+#: An instruction, without its predicate.
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(.*?)\s*;", re.MULTILINE)
+
+
+def run(program: str, *arguments: str | Path, folder: str | None = None) -> str:
+    """What cuobjdump or nvdisasm prints; skips the test where there is none."""
+    packaged = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin")
+    path = os.pathsep.join([str(packaged), os.environ["PATH"], "/usr/local/cuda/bin"])
+    found = shutil.which(program, path=path)
+    if not found:
+        pytest.skip(f"needs {program}: the PyPI package nvidia-cuda-{program}")
+    command = [found, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache
 def cuobjdump(*arguments: str) -> str:
-    """What cuobjdump says of the library; skips the test where there is no cuobjdump."""
-    packaged = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin")
-    path = os.pathsep.join([str(packaged), os.environ["PATH"], "/usr/local/cuda/bin"])
-    program = shutil.which("cuobjdump", path=path)
-    if not program or not shutil.which("nvdisasm", path=path):
-        pytest.skip("needs cuobjdump and nvdisasm: the PyPI packages of nvidia-cuda-<name>")
-    command = [program, *arguments, str(ops.LIBRARY)]
-    environment = {**os.environ, "PATH": path}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    """What cuobjdump says of the library."""
+    return run("cuobjdump", *arguments, ops.LIBRARY)
+
+
+def functions(cubin: Path) -> list[tuple[str, str]]:
+    """Each function's name, and its instructions, one a line."""
+    pieces = re.split(r"^\.text\.(\S+):$", run("nvdisasm", "-raw", "-c", "-ndf", cubin), flags=re.M)
+    return [
+        (name, "\n".join(INSTRUCTION.findall(text)))
+        for name, text in zip(pieces[1::2], pieces[2::2], strict=True)
+    ]
+
+
+@functools.cache
+def functions_by_code() -> dict[str, list[tuple[str, str]]]:
+    """Those of the library for each chip ("sm_80"). All cores disassemble: it takes long."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        run("cuobjdump", "-xelf", "all", ops.LIBRARY, folder=folder)
+        cubins = sorted(Path(folder).glob("*.cubin"))
+        for cubin, its_functions in zip(cubins, pool.map(functions, cubins), strict=True):
+            found.setdefault(cubin.suffixes[-2][1:], []).extend(its_functions)
+    return found
 
 
 @dataclass(frozen=True)
@@ -63,7 +89,12 @@ class Kernel:
     @functools.cached_property
     def opcodes(self) -> Counter[str]:
         """How often each instruction stands in it, without modifiers."""
-        return Counter(INSTRUCTION.findall(self.text))
+        return Counter(re.findall(r"^\w+", self.text, re.MULTILINE))
+
+    @functools.cached_property
+    def names(self) -> str:
+        """Those instructions, with modifiers, once each."""
+        return "\n".join(set(re.findall(r"^\S+", self.text, re.MULTILINE)))
 
     def __repr__(self) -> str:
         return self.name
@@ -86,10 +117,9 @@ def kernels(code: str) -> list[Kernel]:
     """The forward kernels in the machine code for a chip ("sm_80")."""
     arch = "sm90" if code == "sm_90a" else "sm80"
     found = []
-    for text in cuobjdump("-sass", "-arch", code).split("Function : ")[1:]:
-        name = text.split()[0]
+    for name, text in functions_by_code()[code]:
         mangled = MANGLED.search(name)
-        if mangled and mangled[1] == arch:  # asked for sm_90, cuobjdump shows sm_90a as well
+        if mangled:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch], numbers, strict=True))
             found.append(Kernel(name, arch, config, mangled[3] is not None, text))

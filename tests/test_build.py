@@ -276,8 +276,8 @@ def test_serialized_wgmma_is_caught(
     command = [f"{cuda.root}/bin/ptxas", "-arch=sm_90a", "a.ptx", "-o", "a.cubin"]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
     assert ("Potential Performance Loss" in told) == bool(planted), told
-    monkeypatch.setattr(sass.ops, "LIBRARY", tmp_path / "a.cubin")
-    kernel = sass.Kernel("kernel", "sm90", {}, False, sass.cuobjdump.__wrapped__("-sass"))
+    ((name, text),) = sass.functions(tmp_path / "a.cubin")
+    kernel = sass.Kernel(name, "sm90", {}, False, text)
     with pytest.raises(AssertionError) if planted else nullcontext():
         test_machine_code.test_wgmma_is_not_serialized([kernel])
 

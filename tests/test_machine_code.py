@@ -97,9 +97,9 @@ def test_instructions(kernels: list[Kernel]) -> None:
     for kernel in kernels:
         wanted = INSTRUCTIONS[kernel.arch]
         if kernel.is_split_kv:  # whose results leave in fp32, from registers
-            assert not re.search(r"\b(STSM|UTMASTG)\b", kernel.text), kernel
+            assert not re.search(r"\b(STSM|UTMASTG)\b", kernel.names), kernel
             wanted = ("STG", *wanted[:-2])
-        missing = [name for name in wanted if not re.search(rf"\b{name}\b", kernel.text)]
+        missing = [name for name in wanted if not re.search(rf"\b{name}\b", kernel.names)]
         assert not missing, (kernel, missing)
 
 
@@ -121,7 +121,7 @@ def test_no_division(kernels: list[Kernel]) -> None:
     """Of integers: a chain of some 20 instructions, ahead of a tile's first load. It begins with a
     conversion to float that rounds up."""
     for kernel in kernels:
-        assert not re.search(r"\bI2F\.(\w+\.)*RP\b", kernel.text), kernel
+        assert not re.search(r"\bI2F\.(\w+\.)*RP\b", kernel.names), kernel
 
 
 def test_the_combine_kernel_does_not_spill() -> None:
