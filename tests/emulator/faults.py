@@ -1,9 +1,15 @@
-"""The faults that planting.py plants, one a kind. In the kernels a comment that ends in
-`fault: <name>` marks the line that a fault replaces."""
+"""The faults that the tested copy of the kernels has, one a kind. Each is switched on at run time.
+In the kernels a comment that ends in `fault: <name>` marks the line that a fault replaces."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
+
+from build_library import ROOT, SOURCES, write
+
+MARKED = re.compile(r"^( *)(.*?) *//.*\bfault: ([\w-]+)$", re.MULTILINE)
 
 # What catches a fault, as regular expressions.
 RACE = "with no barrier in between"
@@ -63,3 +69,28 @@ SM90 = [
     Fault("store-wait", "", "which a TMA store of warp .* (still reads|has read)"),
 ]
 FAULTS = [*BOTH, *SM80, *SM90]
+
+
+def plant(folder: str) -> None:
+    """Makes the folder a copy of the sources, where a marked line is a choice: it, or its fault."""
+    numbers = {fault.name: i for i, fault in enumerate(FAULTS, 1)}
+
+    def with_fault(line: re.Match[str]) -> str:
+        indent, code, name = line.groups()
+        is_on, instead = f"planted == {numbers[name]}", FAULTS[numbers[name] - 1].instead
+        if instead.startswith("= "):
+            target, value = code.rstrip(";").split(" = ", 1)
+            return f"{indent}{target} = {is_on} ? {instead[2:]} : {value};"
+        return f"{indent}if ({is_on}) {{ {instead} }} else {{ {code} }}"
+
+    copied = set()
+    for source in sources():
+        name = source.relative_to(ROOT / SOURCES)
+        copied.add(ROOT / write(f"{folder}/{name}", MARKED.sub(with_fault, source.read_text())))
+    for file in (ROOT / folder).rglob("*.*"):
+        if file not in copied:
+            file.unlink()
+
+
+def sources() -> list[Path]:
+    return [f for f in (ROOT / SOURCES).rglob("*") if f.suffix in (".h", ".cpp", ".cu")]

@@ -1,5 +1,4 @@
-"""Plants faults (faults.py) in a copy of the kernels, and shows what the emulator says of each. One
-library has them all: each is switched on at run time.
+"""Shows what the emulator says of each planted fault (faults.py).
 
 python tests/emulator/planting.py            all of them, as a table
 python tests/emulator/planting.py mask       those with this in their names
@@ -16,37 +15,10 @@ if __name__ == "__main__":
     sys.path += [str(tests), str(tests.parent)]
 
 import torch
-from build_emulator import BUILD, ROOT, SOURCES, Library, build, write
+from build_emulator import TESTED, build
 from emulator import Emulator
 from faults import FAULTS, SM80, SM90, Fault
 from support import poisoned, random_inputs, rising_inputs
-
-# head dim 64 of sm80 has pipelined Q K^T, 96 has not; of 192 warps share rows.
-KERNELS = (
-    *(f"fwd_sm80_hdim{head_dim}_bf16" for head_dim in (64, 96, 192)),
-    *(f"fwd_sm90_hdim64_bf16_{kind}" for kind in ("banded", "splits")),
-)
-PLANTED = Library("planted", KERNELS, sources=f"{BUILD}/planted/cute_fa2")
-MARKED = re.compile(r"^( *)(.*?) *//.*\bfault: ([\w-]+)$", re.MULTILINE)
-
-
-def plant() -> Library:
-    """Writes the copy: each marked line with a choice between itself and the fault."""
-    numbers = {fault.name: i for i, fault in enumerate(FAULTS, 1)}
-
-    def with_fault(line: re.Match[str]) -> str:
-        indent, code, name = line.groups()
-        is_on, instead = f"planted == {numbers[name]}", FAULTS[numbers[name] - 1].instead
-        if instead.startswith("= "):
-            target, value = code.rstrip(";").split(" = ", 1)
-            return f"{indent}{target} = {is_on} ? {instead[2:]} : {value};"
-        return f"{indent}if ({is_on}) {{ {instead} }} else {{ {code} }}"
-
-    for source in sorted((ROOT / SOURCES).rglob("*")):
-        if source.suffix in (".h", ".cpp", ".cu") and source.name != "torch_binding.cpp":
-            name = source.relative_to(ROOT / SOURCES).as_posix()
-            write(f"{PLANTED.sources}/{name}", MARKED.sub(with_fault, source.read_text()))
-    return PLANTED
 
 
 def what_catches(library: Path, fault: Fault | None) -> str:
@@ -89,7 +61,7 @@ def run_cases(emulator: Emulator) -> None:
 
 def main(part: str) -> int:
     faults = [fault for fault in FAULTS if part in fault.name]
-    library = build(plant())
+    library = build(TESTED)
     missed = 0
     for fault in faults:
         objection = what_catches(library, fault)
