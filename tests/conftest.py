@@ -1,5 +1,5 @@
-"""Markers: `gpu` tests are skipped without a GPU that flash_cute serves, `sm90` and `other_kernels`
-tests where no GPU has sm90 kernels beside those of sm80, `full` tests without --full.
+"""Markers. `gpu`: skipped without a GPU that flash_cute serves. `sm90` and `other_kernels`: skipped
+unless that GPU runs the sm90 kernels too. `full`: skipped without --full.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-# pytest puts the checkout first. The installed package is to be tested and not the folder beside
-# this one, which is the same only after an editable install; so the checkout goes last (bench is
-# found there).
+# pytest puts the checkout first. The tests are for the installed package, not for the folder beside
+# this one. So the checkout goes last (bench is found there).
 ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path[:] = [*(entry for entry in sys.path if entry not in ("", ROOT)), ROOT]
 
-# Inductor compiles in this process. Where Triton is installed it would start a worker for each core
-# instead, up to 32, in whose start and end a run can hang (pytorch/pytorch#162199). torch reads it
-# when it is imported.
+# Inductor compiles in this process. With Triton it would start up to 32 workers, which can hang
+# (pytorch/pytorch#162199). torch reads this and the next when it is imported.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Threads of OpenMP that wait for work would keep the emulator's from their cores.
+# Without work, OpenMP's threads sleep. By default they spin, on the cores that the emulator needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import support  # noqa: E402

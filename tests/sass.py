@@ -19,8 +19,8 @@ import pytest
 
 from flash_cute import ops
 
-#: The members of FwdConfigSm80 and FwdConfigSm90 (csrc/cute_fa2/tiles), in their order, which is
-#: that of the numbers in a kernel's mangled name.
+#: The members of FwdConfigSm80 and FwdConfigSm90 (csrc/cute_fa2/tiles). The numbers in a kernel's
+#: mangled name have the same order.
 CONFIG = {
     "sm80": (
         *("head_dim", "head_dim_v", "block_m", "block_n"),

@@ -108,8 +108,8 @@ def random_inputs(
 
 
 def rising_inputs(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As `random_inputs`, with all scores below 0 and far greater ones with each 32 keys nearer to
-    the first, to which the kernels come last: rows rise with each block, to a limit below 0."""
+    """As `random_inputs`, with scores below 0 that are far greater with each 32 keys nearer to the
+    first. The kernels come to that last, so rows rise with each block, to a limit below 0."""
     q, k, v = random_inputs(*sizes, **options)
     level = torch.arange(k.shape[2], device=k.device) // 32 + 1
     k = -(1 + 0.05 * k.abs()) * 0.25 * level[:, None].to(k.dtype)
@@ -117,8 +117,8 @@ def rising_inputs(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inputs_with_outliers(*sizes: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """N(0, 1), and for one element in a thousand N(0, 100) on top, as the paper of FlashAttention-3
-    has them (arXiv:2407.08608, section 4.3)."""
+    """N(0, 1), and on one element in a thousand N(0, 100) on top: those of FlashAttention-3's paper
+    (arXiv:2407.08608, section 4.3)."""
     inputs, more = random_inputs(*sizes, **options), random_inputs(*sizes, **options, seed=1)
     generator = torch.Generator().manual_seed(2)
     outliers = [torch.rand(x.shape, generator=generator) < 1e-3 for x in inputs]
@@ -142,9 +142,9 @@ def poisoned(
 ) -> Tensor:
     """A copy of x that lies in the midst of NaN: a view of a storage in which all else is NaN.
 
-    `order` names its dimensions from the outermost in memory to the innermost. There is one NaN
-    slice behind each outer dimension, `gap` NaN elements behind each innermost one, and `before` of
-    them before everything; innermost elements are `step` apart.
+    `order` names its dimensions from the outermost in memory to the innermost. Behind each outer
+    dimension there is one NaN slice, behind each innermost one `gap` NaN elements. `before` NaN
+    elements come before everything. Innermost elements are `step` apart.
     """
     dims = ["bhnd".index(letter) for letter in order]
     sizes = [x.shape[dim] for dim in dims]

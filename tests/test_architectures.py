@@ -75,7 +75,7 @@ def test_few_queries_of_a_group(group):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_more_tiles_than_multiprocessors(head_dim, is_causal):
-    """Each thread block has several tiles, and not all have equally many. The first get the large
+    """Each CTA has several tiles, and not all have equally many. The first get the large
     tiles of head dims 64 and 96, if there are 132 multiprocessors."""
     assert_both_agree(*gpu_inputs(8, 16, 512, head_dim), is_causal)
     assert_both_agree(*gpu_inputs(3, 16, 1100, head_dim, heads_kv=4, len_k=1500), is_causal)

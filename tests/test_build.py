@@ -242,7 +242,7 @@ def test_library_needs_no_python_and_no_cuda_library() -> None:
     assert not [name for name, is_undefined, _ in symbols if name and not is_undefined]
 
 
-#: Four products, each added to those before. What is planted stands behind each.
+#: Four wgmmas, each added to those before. What is planted stands behind each.
 WGMMA = """\
 .version 8.0
 .target sm_90a
@@ -252,12 +252,12 @@ WGMMA = """\
   ld.param.u64 o, [out]; ld.param.u64 a, [operand];
   mov.f32 d0, 0f00000000; mov.f32 d1, d0; mov.f32 d2, d0; mov.f32 d3, d0; setp.eq.b32 p, 0, 0;
   wgmma.fence.sync.aligned;
-  {products}
+  {wgmmas}
   wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
   st.global.f32 [o], d0; st.global.f32 [o+4], d1; st.global.f32 [o+8], d2; st.global.f32 [o+12], d3;
 }}
 """
-PRODUCT = """\
+ONE_WGMMA = """\
   add.s64 a, a, 2;
   wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {d0, d1, d2, d3}, a, a, p, 1, 1, 0, 0;
 """
@@ -272,7 +272,7 @@ def test_serialized_wgmma_is_caught(
     cuda = build_library.find_cuda()
     if not cuda:
         pytest.skip("there is no ptxas")
-    (tmp_path / "a.ptx").write_text(WGMMA.format(products=4 * (PRODUCT + planted)))
+    (tmp_path / "a.ptx").write_text(WGMMA.format(wgmmas=4 * (ONE_WGMMA + planted)))
     command = [f"{cuda.root}/bin/ptxas", "-arch=sm_90a", "a.ptx", "-o", "a.cubin"]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
     assert ("Potential Performance Loss" in told) == bool(planted), told

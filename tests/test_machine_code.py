@@ -1,5 +1,5 @@
-"""The machine code that the built library holds for each chip: the instructions that the kernels
-stand on and their order, no spills, and no more registers than the tile table allows."""
+"""The machine code that the built library holds for each chip: that kernels have their instructions
+in order, no spills, and no more registers than the tile table allows."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_wgmma_is_not_serialized(kernels: list[Kernel]) -> None:
 
 
 def test_warps_go_together(kernels: list[Kernel]) -> None:
-    """Where ptxas cannot tell that the lanes of a warp are together, it makes them meet, and has
-    what they have in common computed by each."""
+    """Where ptxas cannot tell that the lanes of a warp are together, it makes them meet. What they
+    have in common, each then computes."""
     for kernel in kernels:
         assert kernel.arch == "sm80" or not kernel.opcodes["WARPSYNC"], kernel
 
@@ -163,7 +163,7 @@ def test_registers_within_the_budget(
 
 
 def test_softmax_stands_under_a_product() -> None:
-    """All exponentials and additions of a step. ptxas may move a wait for products ahead of them,
+    """All exponentials and additions of a step. ptxas may move a wait for a gemm ahead of them,
     which then no longer run beside it."""
     for kernel in kernels_of("sm_90a"):
         pieces = re.split(r"\b(WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|HGMMA)\b", kernel.text)
@@ -173,7 +173,7 @@ def test_softmax_stands_under_a_product() -> None:
         # the next block; for all of O. Not where a reference rises: warps would wait alone.
         waits = [wait[-1] for wait, _ in ahead if wait != "HGMMA"]
         assert waits == ["0", "0", "1", "0"], kernel
-        # Of a tile's first block, which waits for all products; of the others, where one is left.
+        # Of a tile's first block, which waits for all gemms; of the others, where one is left.
         assert [wait[-1] for wait, _ in softmax] == ["0", "1"], kernel
         rows, scores = 2, 64 * kernel.config["block_n"] // 128  # of a thread
         # In the other blocks a row's limit may change, which takes one more.
@@ -183,8 +183,8 @@ def test_softmax_stands_under_a_product() -> None:
 
 
 def test_output_leaves_by_tma() -> None:
-    """Each strip of a warp's rows of O goes to shared memory as matrices, behind a fence of the
-    async proxy TMA stores it; threads store the log-sum-exp alone."""
+    """Each strip of a warp's rows of O goes to shared memory as matrices. Behind a fence of the
+    async proxy TMA stores it. Threads store the log-sum-exp alone."""
     fence = "FENCE.VIEW.ASYNC"
     steps = re.compile(rf"\b(HGMMA|WARPGROUP\.DEPBAR|STG|STSM\.16\.M88\.4|{fence}|UTMASTG)\b")
     for kernel in kernels_of("sm_90a"):
@@ -196,8 +196,8 @@ def test_output_leaves_by_tma() -> None:
         stores = ["STG", *strip * (head_dim // columns)]
         found = steps.findall(kernel.text)
         # Behind the fence of the barriers, for a CTA's last tile and for those before.
-        without_products = [step for step in found if step in (fence, *stores)]
-        assert without_products == [fence, *stores, *stores], kernel
+        without_gemms = [step for step in found if step in (fence, *stores)]
+        assert without_gemms == [fence, *stores, *stores], kernel
         # Those before are stored under the first product of the next tile, which is the last in
         # the text; the wait for it is at the head of the loop.
         assert found[-len(stores) - 1 :] == ["HGMMA", *stores], kernel
@@ -217,8 +217,8 @@ def test_scores_are_compared_three_at_a_time(code: str) -> None:
 
 
 @pytest.mark.parametrize("code", ["sm_80", "sm_90"])
-def test_exponentials_stand_among_products(code: str) -> None:
-    """The exponentials of a step's later columns run under the products of its earlier ones with V.
+def test_exponentials_stand_among_mmas(code: str) -> None:
+    """The exponentials of a step's later columns run under P V of its earlier ones.
     A branch among them would keep ptxas from that. Where warps share rows, they first wait for each
     other's; where Q K^T is pipelined, see the next test."""
     for kernel in kernels_of(code):
@@ -226,16 +226,16 @@ def test_exponentials_stand_among_products(code: str) -> None:
         if config["column_warps"] > 1 or config["pipelined_qk"]:
             continue
         scores = config["block_m"] * config["block_n"] // (32 * config["row_warps"])  # of a thread
-        with_products = [piece for piece in re.split(r"\bBRA\b", kernel.text) if "HMMA" in piece]
-        step = max(with_products, key=lambda piece: piece.count("MUFU.EX2"))
+        with_mmas = [piece for piece in re.split(r"\bBRA\b", kernel.text) if "HMMA" in piece]
+        step = max(with_mmas, key=lambda piece: piece.count("MUFU.EX2"))
         assert step.count("MUFU.EX2") >= scores, kernel
         assert step[step.index("HMMA") :].count("MUFU.EX2") >= scores // 2, kernel
 
 
 @pytest.mark.parametrize("code", ["sm_80", "sm_90"])
 def test_pipelined_qk_stands_among_exponentials(code: str) -> None:
-    """Between two branches are the products of 16 keys, those with V and those for the scores of
-    the next block, and with them the exponentials of the next 16."""
+    """Between two branches are the MMAs of 16 keys: P V, and Q K^T of the next block. Among them
+    are the exponentials of the next 16 keys."""
     pipelined = [kernel for kernel in kernels_of(code) if kernel.config["pipelined_qk"]]
     assert pipelined
     for kernel in pipelined:
@@ -243,23 +243,23 @@ def test_pipelined_qk_stands_among_exponentials(code: str) -> None:
         rows = config["block_m"] // config["row_warps"]  # of a warp
         blocks_of_16 = config["block_n"] // 16
         exponentials = rows * 16 // 32
-        products = 2 * rows * 16 * config["head_dim"] // (16 * 8 * 16)
+        mmas = 2 * rows * 16 * config["head_dim"] // (16 * 8 * 16)
         pieces = re.split(r"\bBRA\b", kernel.text)
         # The first 16 keys may have all of their own there, too. Behind the last there are no next.
-        whole = among_products(pieces, products, range(exponentials, 2 * exponentials + 1))
+        whole = among_mmas(pieces, mmas, range(exponentials, 2 * exponentials + 1))
         assert len(whole) >= blocks_of_16 - 1, kernel
         assert min(whole) >= exponentials // 2, kernel
         # Of a tile with few rows. Before the first 16 keys there are others' exponentials; at head
-        # dim 32 sm_80 has one of the pieces with its exponentials before its products.
-        half = among_products(pieces, products // 2, [exponentials // 2])
+        # dim 32 sm_80 has one of the pieces with its exponentials before its MMAs.
+        half = among_mmas(pieces, mmas // 2, [exponentials // 2])
         assert len(half) >= blocks_of_16 - 2, kernel
         assert sum(half) >= len(half) * exponentials // 4, kernel
 
 
-def among_products(pieces: list[str], products: int, exponentials: Container[int]) -> list[int]:
-    """Of the pieces with so many of each, how many exponentials stand among the products."""
+def among_mmas(pieces: list[str], mmas: int, exponentials: Container[int]) -> list[int]:
+    """Of the pieces with so many of each, how many exponentials stand among the MMAs."""
     return [
         piece[piece.index("HMMA") : piece.rindex("HMMA")].count("MUFU.EX2")
         for piece in pieces
-        if piece.count("HMMA") == products and piece.count("MUFU.EX2") in exponentials
+        if piece.count("HMMA") == mmas and piece.count("MUFU.EX2") in exponentials
     ]

@@ -89,7 +89,7 @@ def generate(
 def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     """What a file with kernels needs beyond the flags of all. `code`: what the kernels that every
     chip runs are translated to, machine code and PTX."""
-    kernel = re.match(r"[a-z]+_(sm\d+)_hdim(\d+)_", source.name)
+    kernel = re.match(r"\w+?_(sm\d+)_hdim(\d+)_", source.name)
     if kernel and kernel[1] == "sm90":
         return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *_macros(source.stem)])
     flags = [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]

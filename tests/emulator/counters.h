@@ -39,8 +39,8 @@ struct Counters {
 };
 
 // Finds the accesses of a warp's lanes that are one instruction: of each lane the n-th access from
-// the same place in the code. Lanes that skip an access by a predicate are missing from it, or, in
-// a loop, take part in a later one.
+// the same place in the code. Lanes that skip an access by a predicate are missing from it. In a
+// loop they take part in a later one.
 class BankConflicts {
  public:
   void access(int thread, const void* code, uint32_t offset, int bytes, BankCount& count);

@@ -11,7 +11,7 @@
 
 namespace flash_cute::emulator {
 
-// boost::context::fiber would unwind the stacks of threads that a failure leaves behind, through
+// A failure leaves threads behind. boost::context::fiber would unwind their stacks, through
 // callbacks that the compiler takes to throw nothing. The functions below it just drop them.
 using boost::context::detail::jump_fcontext;
 using boost::context::detail::make_fcontext;

@@ -88,8 +88,8 @@ class Cta {
   // waiting. All of them vote or none does.
   void barrier(Thread& thread, int id, int count, const void* code, bool waits = true,
                Vote vote = Vote::kNone);
-  // For the running thread: waits until all lanes of its warp have come with operands of their own,
-  // upon which `complete` does the work of all.
+  // For the running thread: waits until all lanes of its warp have come, each with its operands.
+  // Then `complete` does the work of all.
   using Complete = void (*)(Cta& cta, Thread* lane0, void* const (&operands)[32]);
   void with_warp(Thread& thread, const char* name, void* operands, Complete complete,
                  const void* code);

@@ -170,8 +170,8 @@ class Emulator:
         softmax_scale: float | None = None,
         **options: int,
     ) -> tuple[Tensor, Tensor, Counters]:
-        """Runs the kernel, which must break no rule of the emulated machine, and compares with the
-        exact result as the GPU's is compared."""
+        """Runs the kernel, which must break no rule of the emulated machine. Compares the result
+        with the exact one, as tests on a GPU do."""
         names = "window_left", "window_right", "diagonal_offset"
         band = {name: options.pop(name) for name in names if name in options}
         if is_causal:

@@ -106,9 +106,8 @@ __attribute__((visibility("default"))) const char* describe_plan(const char* req
 // Switches a planted fault on, or with 0 off.
 __attribute__((visibility("default"))) void plant(int fault) { planted = fault; }
 
-// Which CTAs get which tiles, of `block_m` rows: for each CTA in turn, its work tiles go to
-// `tiles`, one after the other, as (CTA, first row, end of the rows, head, batch). Returns how
-// many.
+// Which CTAs get which tiles, of `block_m` rows. Writes each CTA's work tiles in turn to `tiles`,
+// as (CTA, first row, end of the rows, head, batch). Returns how many.
 __attribute__((visibility("default"))) int64_t schedule(int arch, int batch, int heads,
                                                         int heads_kv, int len_q, int len_k,
                                                         int head_dim, int window_left,

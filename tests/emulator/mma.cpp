@@ -15,9 +15,9 @@ struct Operands {
   const float* c;
 };
 
-// Lane l holds, in pairs of neighbours: of A (16 x 16) the columns 2 (l % 4) of row l / 4, then of
-// row l / 4 + 8, then both 8 columns further; of B (16 x 8) the rows 2 (l % 4) of column l / 4,
-// then 8 rows further; of C and D (16 x 8) the columns 2 (l % 4) of rows l / 4 and l / 4 + 8.
+// Lane l holds pairs of neighbours. Theirs begin at r = l / 4 and c = 2 (l % 4).
+// Of A (16 x 16): (r, c), (r + 8, c), (r, c + 8), (r + 8, c + 8).
+// Of B (16 x 8), along its columns: (c, r), (c + 8, r). Of C and D (16 x 8): (r, c), (r + 8, c).
 void multiply(Cta& cta, Thread*, void* const (&lanes)[32]) {
   const Operand type = static_cast<Operands*>(lanes[0])->type;
   uint16_t a_bits[16][16], b_bits[16][8];

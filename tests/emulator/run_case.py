@@ -29,14 +29,33 @@ def main() -> None:
     parser.add_argument("--len-q", type=int, default=150)
     parser.add_argument("--len-k", type=int, default=200)
     parser.add_argument("--heads", type=int, default=1)
-    parser.add_argument("--heads-kv", type=int, help="if there are fewer")
+    parser.add_argument("--heads-kv", type=int, help="as many as --heads by default")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--scale", type=float)
-    parser.add_argument("--seed", type=int, default=0, help="decides the order of threads")
-    parser.add_argument("--smem-limit", type=int, default=0, help="chooses sm80's tile")
-    parser.add_argument("--splits", type=int, default=0, help="of the keys (split-KV)")
-    parser.add_argument("--multiprocessors", type=int, default=132, help="few: many tiles a CTA")
-    parser.add_argument("--optimised", action="store_true", help="as the tests compile it")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="changes the order in which threads run"
+    )
+    parser.add_argument(
+        "--smem-limit",
+        type=int,
+        default=0,
+        help="bytes of shared memory a CTA: selects the tile of sm80",
+    )
+    parser.add_argument(
+        "--splits",
+        type=int,
+        default=0,
+        help="split the keys into so many (split-KV); 0: the plan decides",
+    )
+    parser.add_argument(
+        "--multiprocessors",
+        type=int,
+        default=132,
+        help="of the device; with few, a CTA has many tiles",
+    )
+    parser.add_argument(
+        "--optimised", action="store_true", help="compile with -O2, as the tests do"
+    )
     args = parser.parse_args()
 
     bucket = next(d for d in variants.ALL_HEAD_DIMS if d >= args.head_dim)

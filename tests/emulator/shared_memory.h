@@ -37,7 +37,7 @@ class SharedMemory {
   void read(const Thread& thread, const void* address, int bytes, const void* code);
   void write(const Thread& thread, const void* address, int bytes, const void* code);
 
-  // An asynchronous copy in two steps: from its beginning nobody may touch the target, and what it
+  // An asynchronous copy in two steps. From its beginning nobody may touch the target. What it
   // brings is written when the thread that began it waits for it.
   void begin_copy(const Thread& thread, void* target, int bytes, const void* code);
   void land_copy(const Thread& thread, void* target, const unsigned char* from, int bytes,
@@ -54,9 +54,8 @@ class SharedMemory {
   };
   static constexpr AsyncReader kWgmma = {"a wgmma", "multiplies"};
   static constexpr AsyncReader kTmaStore = {"a TMA store", "stores"};
-  // A chunk that is read asynchronously in the name of a warp's threads, in two steps: from its
-  // beginning nobody may write it, and the warp is done with it when it has waited for that, at
-  // `read`.
+  // A chunk that is read asynchronously in the name of a warp's threads, in two steps. From its
+  // beginning nobody may write it. The warp ends it by waiting for it, at `read`.
   class AsyncRead {
    public:
     AsyncRead(SharedMemory& memory, const AsyncReader& reader, std::span<const Thread> threads,

@@ -1,5 +1,5 @@
 """What the emulated machine counts, for every entry of the tile tables: no bank conflicts, and
-traffic and products as few as they can be."""
+traffic and MMAs as few as they can be."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_sm80(sm80, name):
         sharing * m * d // 64,
         sharing * KEY_BLOCKS * m * d // 64,
     )
-    # Two products of 16 x 8 x 16.
+    # Two gemms, in MMAs of 16 x 8 x 16.
     assert counters.mma == 2 * m * n * d // (16 * 8 * 16)
     # O and P go through shared memory in words, O leaves in chunks; the LSE leaves in words. Of
     # shared rows a warp writes a word each, of 8 at a time, and reads everybody's: the maxima of
@@ -70,27 +70,26 @@ def test_sm80(sm80, name):
 
 
 @pytest.mark.parametrize("name", SM80)
-def test_products_of_sm80(sm80, name):
+def test_gemms_of_sm80(sm80, name):
     tile, smem_limit = SM80[name]
     m, n, d = tile["block_m"], tile["block_n"], tile["head_dim"]
     # Whether a warp has two MMAs along the rows, one in each half of the tile, and all columns.
     has_halves = m == 32 * tile["warps"]
 
-    def products(rows, len_k, is_causal):
+    def multiplied(rows, len_k, is_causal):
         inputs = inputs_of(1, 1, rows, d, len_k=len_k)
         return sm80.check(*inputs, is_causal, smem_limit=smem_limit)[2].mma * (16 * 8 * 16)
 
-    # A tile that has no more than half of its rows multiplies no others, except under a mask at
-    # head dim 128; to a single row, as in decoding, a causal mask is none.
+    # A tile with at most half of its rows multiplies only these, except under a mask at head dim
+    # 128. To a single row, as in decoding, a causal mask is none.
     for rows in (1, m // 2, m // 2 + 1):
         for is_causal in (False, True):
             takes_half = has_halves and (rows == 1 or not (is_causal and d == 128))
             halves = 1 if takes_half and rows <= m // 2 else 2
-            assert products(rows, 2 * n, is_causal) == halves * m * 2 * n * d
-    # Of a square tile on the diagonal the first half of the rows sees nothing of the second half
-    # of the keys.
+            assert multiplied(rows, 2 * n, is_causal) == halves * m * 2 * n * d
+    # In a square tile on the diagonal, the upper half of the rows sees half of the keys.
     leaves_out = has_halves and n <= m // 2
-    assert products(m, m, True) == (3 if leaves_out else 4) * 2 * m * m * d // 4
+    assert multiplied(m, m, True) == (3 if leaves_out else 4) * 2 * m * m * d // 4
 
 
 @pytest.mark.parametrize("name", SM90)
@@ -109,8 +108,8 @@ def test_sm90(sm90, name):
     assert counters.tma_store_bytes == heads * m * d * 2
     assert counters.store_matrix.wavefronts == heads * m * d * 2 // 128
     assert (counters.global_writes_16, counters.global_writes) == (0, heads * m)
-    # The producer tells each consumer of the tiles and of the end, in 16 bytes that g++ takes for
-    # four words; its four warps read that.
+    # The producer tells each consumer of the tiles and of the end, in 16 bytes, to g++ four words.
+    # The consumer's four warps read that.
     told = (heads + 1) * 4 * m // 64
     assert (counters.store.wavefronts, counters.load.wavefronts) == (told, 4 * told)
     # 16 deep each: along the head for S, along the keys for O.
@@ -119,7 +118,7 @@ def test_sm90(sm90, name):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_products_of_sm90(sm90, head_dim):
+def test_gemms_of_sm90(sm90, head_dim):
     # Consumers without rows have none.
     for len_q in (1, 64, 65, 300):
         sizes = {"heads_q": 1, "len_q": len_q, "len_k": 256, "head_dim": head_dim}

@@ -36,11 +36,11 @@ def time_taken(
     len_k: int | None = None,
     **window: int,
 ) -> float:
-    """Until the last CTA ends, as a multiple of the least that it can be with whole tiles: the mean
-    over the places for CTAs, or j tiles, each as the shortest of so many that one place has j of
-    them. A tile takes a time of 1 for each block of keys, and of sm90 for each consumer. A subtile
-    takes the mean of its share of that and all. (Of a head's last tile, if it has few rows, sm80
-    may take half. Its order takes no account of it.)"""
+    """Until the last CTA ends, as a multiple of the least that it can be with whole tiles. That is
+    the mean over the places for CTAs. Or it is j times the shortest of so many tiles that one place
+    has j of them. A tile takes a time of 1 for each block of keys, and of sm90 for each consumer.
+    A subtile takes the mean of its share of that and all. (Of a head's last tile, if it has few
+    rows, sm80 may take half. Its order takes no account of it.)"""
     multiprocessors, l2_mb, smem_kb = gpu
     request = {"batch": batch, "heads_q": heads, "heads_kv": heads_kv, "len_q": len_q}
     request |= {"len_k": len_k or len_q, "head_dim": head_dim, **window}

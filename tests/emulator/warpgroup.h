@@ -1,4 +1,4 @@
-// Asynchronous products (wgmma) of a CTA's warps, and the registers that warps give and take.
+// Asynchronous gemms (wgmma) of a CTA's warps, and the registers that warps give and take.
 #pragma once
 
 #include <cstdint>
