@@ -36,7 +36,7 @@ BOTH = [
     Fault("mask-edge", "= end(first_row + row_of(offsets(r, 0))) + 1 - first_key", WRONG),
     Fault("packed-row", "return query(row) < sequence.len_q;", BOUNDS),
     Fault("limit", "", WRONG),
-    Fault("exact-row", "return reference(limit);", WRONG),
+    Fault("exact-row", "= 0.f", WRONG),
     Fault("keyless-row", "", WRONG),
     Fault("tile-twice", "", WRITTEN),
     Fault("split-weight", "smem.weights[split] = row.sum;", WRONG),

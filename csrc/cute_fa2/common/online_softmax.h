@@ -42,7 +42,7 @@ struct QuadAllreduce {
 // The running statistics of kRows rows. The limit is that of the whole row; the sum is that of the
 // thread's own columns until `normalize`.
 //
-// A block of scores takes four calls, and `bounds` between the second and the last:
+// A block of scores takes four calls, and `bounds` or `subtrahends` before the last:
 //   may_exceed     whether one of this thread's scores may exceed its row's limit. Can be asked
 //                  before a mask, which only lowers scores.
 //   update_limits  raises the limits that are exceeded, and subtracts those of exact rows. `start`
@@ -84,6 +84,17 @@ class OnlineSoftmax {
                                      : std::bit_cast<int>(limit_[r]) + 1;
       result.subtrahend[r] = policy_.subtrahend(limit_[r]);
     }
+    return result;
+  }
+
+  // The subtrahends alone, where registers are too short to keep them.
+  struct Subtrahends {
+    float subtrahend[kRows];
+  };
+  CUTE_DEVICE Subtrahends subtrahends() const {
+    Subtrahends result;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) result.subtrahend[r] = policy_.subtrahend_in_loop(limit_[r]);
     return result;
   }
 
@@ -177,7 +188,7 @@ class OnlineSoftmax {
   }
 
   // Of some of the block's columns, or all.
-  template <int kFirstRow = 0, class Scores>
+  template <int kFirstRow = 0, class Scores, class Bounds>
   CUTE_DEVICE void apply_exp2(Scores& scores, const Bounds& bounds) {
     // Column by column: the product with V takes the weights of the first columns first.
     CUTE_UNROLL
@@ -249,7 +260,7 @@ class OnlineSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(scores); ++r) {
       const float limit = limit_[kFirstRow + r];
-      const float offset = policy_.is_exact(limit) ? limit : 0.f;
+      const float offset = policy_.is_exact(limit) ? limit : 0.f;  // fault: exact-row
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) -= offset;
     }

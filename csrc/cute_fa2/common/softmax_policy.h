@@ -35,12 +35,16 @@ class SoftmaxPolicy {
     return fminf(row_max + scale_.slack, std::numeric_limits<float>::max());
   }
 
-  // What is subtracted from c s, or of an exact row from c (s - limit). Before the first key all
-  // scores are -inf, and any finite number does. The select is of a factor: after a select of the
-  // result ptxas spills at head dim 64.
+  // What is subtracted from c s, or of an exact row from c (s - limit).
   CUTE_DEVICE float subtrahend(float limit) const {
+    return is_exact(limit) ? -SoftmaxScale::kSlackLog2 : reference(limit);
+  }
+  // The same in one instruction less, for a loop that asks in every step. Before the first key all
+  // scores are -inf, and any finite number does. The select is of the factor: after a select of the
+  // result ptxas spills at head dim 64.
+  CUTE_DEVICE float subtrahend_in_loop(float limit) const {
     const float factor = fabsf(limit) < scale_.exact_from ? scale_.scale_log2 : 0.f;
-    return fmaf(limit, factor, -SoftmaxScale::kSlackLog2);  // fault: exact-row
+    return fmaf(limit, factor, -SoftmaxScale::kSlackLog2);
   }
 
   // The factor that brings weights relative to one limit to another, which is no lower.

@@ -123,7 +123,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
 
     // No branch from here on, so that the exponentials of later columns run under the products of
     // earlier ones. Where warps share rows, all of P comes before any product.
-    softmax_.template apply_exp2<Rows::kFirstRow>(scores, softmax_.bounds());
+    softmax_.template apply_exp2<Rows::kFirstRow>(scores, softmax_.subtrahends());
     auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
     if constexpr (kSharesRows) {
       gemm_pv_of_shared_p(thread_here, n_block, fragments, tSrP, tOrO);

@@ -142,7 +142,7 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     // Before the first block O is 0.
     if (updated && !is_first) softmax_.template rescale<Rows::kFirstRow>(out);
 
-    softmax_and_gemms<Rows, kHasNext>(thread_here, n_block, softmax_.bounds(), fragments,
+    softmax_and_gemms<Rows, kHasNext>(thread_here, n_block, softmax_.subtrahends(), fragments,
                                       tOrO_step);
     if constexpr (kHasNext) {
       auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
@@ -159,8 +159,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
   // first, and all of S last.
   template <class Rows, bool kHasNext, class Out>
   CUTE_DEVICE void softmax_and_gemms(unsigned thread, int n_block,
-                                     const typename Softmax::Bounds& bounds, Fragments& fragments,
-                                     Out& tOrO_step) {
+                                     const typename Softmax::Subtrahends& subtrahends,
+                                     Fragments& fragments, Out& tOrO_step) {
     using namespace cute;
     constexpr int kPieces = kBlockN / 16;
     constexpr int kStepsOfS = Traits::kHeadDim / 16, kPairsOfO = Traits::kHeadDimV / 16;
@@ -180,7 +180,7 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto exp2_of = [&](int piece) {
       auto accumulators = pair_of_columns(tSrS_step, piece);  // (4, MMA_M, 2)
       auto scores = as_matrix(accumulators);                  // (rows, columns)
-      softmax_.template apply_exp2<Rows::kFirstRow>(scores, bounds);
+      softmax_.template apply_exp2<Rows::kFirstRow>(scores, subtrahends);
       auto words_of_piece = words(_, _, piece);  // (4, MMA_M)
       convert_to_words<Element>(as_a_operand(accumulators), words_of_piece);
     };
