@@ -40,11 +40,11 @@ class SoftmaxPolicy {
     return is_exact(limit) ? -SoftmaxScale::kSlackLog2 : reference(limit);
   }
   // The same in one instruction less, for a loop that asks in every step. Before the first key all
-  // scores are -inf, and any finite number does. The select is of the factor: after a select of the
+  // scores are -inf, and any finite number does. The select is of the limit: after a select of the
   // result ptxas spills at head dim 64.
   CUTE_DEVICE float subtrahend_in_loop(float limit) const {
-    const float factor = fabsf(limit) < scale_.exact_from ? scale_.scale_log2 : 0.f;
-    return fmaf(limit, factor, -SoftmaxScale::kSlackLog2);
+    const float ordinary = fabsf(limit) < scale_.exact_from ? limit : 0.f;
+    return fmaf(ordinary, scale_.scale_log2, -SoftmaxScale::kSlackLog2);
   }
 
   // The factor that brings weights relative to one limit to another, which is no lower.
