@@ -189,16 +189,19 @@ def attention_backward(
             visible = (begin[:, None] <= columns) & (columns < end[:, None])
             scores.masked_fill_(~visible.repeat(group, 1), -math.inf)
 
-        # The LSE comes with fp32's precision. If it is that of these scores, and not of more keys
-        # than are here, theirs is better: the weights' sum is 1 then.
+        # P = e^(scores - LSE) and rowsum(P * dP) = rowsum(dO * O), but the LSE and O come rounded,
+        # and they may be those of more keys than are here, as in ring attention. If they are not,
+        # softmax has no need of them.
         lse, own_lse = take(softmax_lse, rows), torch.logsumexp(scores, -1)
-        no_key = lse == -math.inf
-        lse = torch.where(torch.isclose(lse, own_lse, rtol=1e-6, atol=1e-6), own_lse, lse)
-        weights = scores.sub_(lse.masked_fill(no_key, math.inf)[..., None]).exp_()
+        is_own = torch.isclose(lse, own_lse, rtol=1e-6, atol=1e-6)
+        no_key = own_lse == -math.inf
+        share = (own_lse - lse).masked_fill(is_own, 0).exp()
+        weights = torch.softmax(scores, -1).mul_(share[..., None]).masked_fill_(no_key[..., None], 0)
+        dweights = dout_rows @ v_seen.mT
+        own_delta, delta = (weights * dweights).sum(-1), (dout_rows * take(out, rows)).sum(-1)
+        delta = torch.where(is_own, own_delta, delta) - take(dlse, rows)
         # dlse may be NaN where there is no key.
-        delta = (dout_rows * take(out, rows)).sum(-1) - take(dlse, rows)
-        dscores = dout_rows @ v_seen.mT
-        dscores.sub_(delta.masked_fill(no_key, 0)[..., None]).mul_(weights)
+        dscores = dweights.sub_(delta.masked_fill(no_key, 0)[..., None]).mul_(weights)
         dq_rows = (dscores @ k_seen).mul_(softmax_scale)
         dq[:, :, rows] = dq_rows.unflatten(2, (group, -1)).flatten(1, 2)
         dk_sum[:, :, keys] += dscores.mT @ q_rows

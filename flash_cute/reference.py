@@ -130,7 +130,7 @@ def attention_backward(
     dq = scale * (dscores @ k_heads)
     dk = scale * (dscores.mT @ q_heads)
     dv = weights.mT @ dout
-    return dq, _sum_of_group(dk, k), _sum_of_group(dv, v)
+    return dq, sum_heads(dk, k), sum_heads(dv, v)
 
 
 def attention_blockwise(
@@ -323,14 +323,19 @@ def band_of(
 
 def _in_dtype(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs in `dtype`, each head of k and v repeated for the query heads that share it."""
-    if q.shape[1] != k.shape[1]:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    k, v = repeat_heads(k, q), repeat_heads(v, q)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _sum_of_group(x: Tensor, like: Tensor) -> Tensor:
-    """The sum over the query heads that share a head of `like`, k or v."""
-    if x.shape[1] == like.shape[1]:
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Each head of x, k or v, repeated for the query heads that share it."""
+    if x.shape[1] == q.shape[1]:
         return x
-    return x.unflatten(1, (like.shape[1], -1)).sum(2)
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def sum_heads(gradient: Tensor, x: Tensor) -> Tensor:
+    """The inverse for a gradient: the sum over the query heads that share a head of x."""
+    if gradient.shape[1] == x.shape[1]:
+        return gradient
+    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
