@@ -33,8 +33,8 @@ NO_BACKWARD = (
     f"tensors, or use {SDPA}"
 )
 NO_DOUBLE_BACKWARD = (
-    "a gradient of flash_cute.forward's gradient is taken, which it does not have; use torch.nn."
-    "attention.sdpa_kernel(SDPBackend.MATH) and SDPA"
+    "a second derivative of flash_cute.forward is taken, and it has first ones alone; use "
+    f"{SDPA} under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 NO_TANGENT = (
     "flash_cute.forward has no forward-mode derivative; call it on primals alone "

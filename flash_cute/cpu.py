@@ -170,7 +170,7 @@ def attention_backward(
     dlse = torch.zeros_like(softmax_lse) if dlse is None else dlse
 
     def take(x: Tensor, rows: slice) -> Tensor:
-        """Rows of x (B, Hq, Nq, ...). Those that read a head of k and v are one: (B, Hkv, G, ...)."""
+        """Rows of all query heads, (B, Hkv, group x rows, ...): one matrix to each k and v."""
         return x[:, :, rows].to(dtype).unflatten(1, (heads_kv, group)).flatten(2, 3)
 
     rows_at_once = max(1, min(ROWS, SCORES // (batch * heads_q * len_k)))
@@ -196,7 +196,9 @@ def attention_backward(
         is_own = torch.isclose(lse, own_lse, rtol=1e-6, atol=1e-6)
         no_key = own_lse == -math.inf
         share = (own_lse - lse).masked_fill(is_own, 0).exp()
-        weights = torch.softmax(scores, -1).mul_(share[..., None]).masked_fill_(no_key[..., None], 0)
+        weights = (
+            torch.softmax(scores, -1).mul_(share[..., None]).masked_fill_(no_key[..., None], 0)
+        )
         dweights = dout_rows @ v_seen.mT
         own_delta, delta = (weights * dweights).sum(-1), (dout_rows * take(out, rows)).sum(-1)
         delta = torch.where(is_own, own_delta, delta) - take(dlse, rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from flash_cute import checks, ops
+from flash_cute import checks, ops, sharding
 from flash_cute.autograd import below_autograd
 from flash_cute.transforms import autocast
 
@@ -118,6 +118,7 @@ def forward(
                 forward, (q, k, v), q, k, v, is_causal, softmax_scale, **keywords
             )
         raise error
+    sharding.register()
     # The causal mask's offset is left to the op: torch.jit.trace would keep that of the lengths
     # that it has seen. Likewise the scale: torch.compile would guard its head dim.
     results: tuple[Tensor, Tensor] = ops.fwd(

@@ -235,9 +235,7 @@ def attention_backward_blockwise(
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     # The query heads that share a head of k and v stand in a dimension of their own.
     group = (k.shape[1], -1) if k.shape[1] > 0 else (0, 1)
-    q, dout, out, lse, dlse = (
-        x.to(dtype).unflatten(1, group) for x in (q, dout, out, lse, dlse)
-    )
+    q, dout, out, lse, dlse = (x.to(dtype).unflatten(1, group) for x in (q, dout, out, lse, dlse))
     k, v = k.to(dtype), v.to(dtype)
 
     # Preprocess: the two numbers that a step needs of a row, padded to whole blocks. LSE = +inf

@@ -188,9 +188,7 @@ def _yardstick_backward(
     return dq, reference.sum_heads(dk, k), reference.sum_heads(dv, v)
 
 
-def _yardstick_weights(
-    q: Tensor, k: Tensor, scale: float, band: tuple[int, int, int]
-) -> Tensor:
+def _yardstick_weights(q: Tensor, k: Tensor, scale: float, band: tuple[int, int, int]) -> Tensor:
     """softmax in fp32, or fp64 for such inputs; 0 in rows without a key."""
     visible = reference.visible_mask(q.shape[2], k.shape[2], *band, device=q.device)
     scores = ((q * scale) @ k.mT).masked_fill(~visible, -math.inf)
