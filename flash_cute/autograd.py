@@ -29,10 +29,11 @@ class _Function(torch.autograd.function._SingleLevelFunction):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
+        apply = super().apply  # type: ignore[misc]
         if not torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
+            return apply(*args)
         with enable_single_level_autograd_function():
-            return super().apply(*args)
+            return apply(*args)
 
     @staticmethod
     def below(op: Callable[..., Any], *tensors: Tensor | None, **keywords: Any) -> Any:

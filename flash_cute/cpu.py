@@ -171,7 +171,8 @@ def attention_backward(
 
     def take(x: Tensor, rows: slice) -> Tensor:
         """Rows of all query heads, (B, Hkv, group x rows, ...): one matrix to each k and v."""
-        return x[:, :, rows].to(dtype).unflatten(1, (heads_kv, group)).flatten(2, 3)
+        x = x[:, :, rows].to(dtype)
+        return x.reshape(batch, heads_kv, group * x.shape[2], *x.shape[3:])
 
     rows_at_once = max(1, min(ROWS, SCORES // (batch * heads_q * len_k)))
     for first in range(0, len_q, rows_at_once):
@@ -189,21 +190,23 @@ def attention_backward(
             visible = (begin[:, None] <= columns) & (columns < end[:, None])
             scores.masked_fill_(~visible.repeat(group, 1), -math.inf)
 
-        # P = e^(scores - LSE) and rowsum(P * dP) = rowsum(dO * O), but the LSE and O come rounded,
-        # and they may be those of more keys than are here, as in ring attention. If they are not,
-        # softmax has no need of them.
-        lse, own_lse = take(softmax_lse, rows), torch.logsumexp(scores, -1)
-        is_own = torch.isclose(lse, own_lse, rtol=1e-6, atol=1e-6)
-        no_key = own_lse == -math.inf
-        share = (own_lse - lse).masked_fill(is_own, 0).exp()
-        weights = (
-            torch.softmax(scores, -1).mul_(share[..., None]).masked_fill_(no_key[..., None], 0)
-        )
+        # P = e^(scores - LSE) and delta = rowsum(dO * O) - dLSE, but the LSE and O come rounded, and
+        # may be those of more keys than are here, as in ring attention. If they are not, the sums
+        # of these keys are more exact: P's, and delta's rowsum(P * dP).
+        row_max = scores.amax(-1)
+        no_key = row_max == -math.inf
+        row_max.masked_fill_(no_key, 0)
+        weights = scores.sub_(row_max[..., None]).exp_()
+        row_sum, lse = weights.sum(-1), take(softmax_lse, rows)
+        is_own = torch.isclose(row_max + row_sum.log(), lse, rtol=1e-6, atol=1e-6)
+        factor = torch.where(is_own, 1 / row_sum, (row_max - lse).exp()).masked_fill_(no_key, 0)
+        weights.mul_(factor[..., None])
         dweights = dout_rows @ v_seen.mT
         own_delta, delta = (weights * dweights).sum(-1), (dout_rows * take(out, rows)).sum(-1)
         delta = torch.where(is_own, own_delta, delta) - take(dlse, rows)
-        # dlse may be NaN where there is no key.
-        dscores = dweights.sub_(delta.masked_fill(no_key, 0)[..., None]).mul_(weights)
+        delta.masked_fill_(no_key, 0)  # dlse may be NaN there
+        dscores = dweights.sub_(delta[..., None]).mul_(weights)
+
         dq_rows = (dscores @ k_seen).mul_(softmax_scale)
         dq[:, :, rows] = dq_rows.unflatten(2, (group, -1)).flatten(1, 2)
         dk_sum[:, :, keys] += dscores.mT @ q_rows

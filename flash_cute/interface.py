@@ -84,7 +84,8 @@ def forward(
         and type(q) is type(k) is type(v) is Tensor
         and type(is_causal) is bool
         and (softmax_scale is None or type(softmax_scale) is float)
-        and arch is deterministic is None
+        and arch is None
+        and deterministic is None
         and not ((trains := q.requires_grad or k.requires_grad or v.requires_grad) and q.is_cuda)
         and forward_ad._current_level < 0
         and _functorch_level() is None

@@ -336,4 +336,5 @@ def sum_heads(gradient: Tensor, x: Tensor) -> Tensor:
     """The inverse for a gradient: the sum over the query heads that share a head of x."""
     if gradient.shape[1] == x.shape[1]:
         return gradient
-    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+    total: Tensor = gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+    return total

@@ -241,6 +241,10 @@ def test_forward_mode_is_refused():
     ):
         with pytest.raises(NotImplementedError, match=r"tangent.*unpack_dual"):
             tangents()
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(NotImplementedError, match=r"a tangent is carried on: .*unpack_dual"):
+            ops.fwd(x, x, dual)
 
 
 def test_gpus_have_no_gradients_yet():
