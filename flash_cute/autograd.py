@@ -21,15 +21,15 @@ from flash_cute import checks, ops
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-class _Function(torch.autograd.function._SingleLevelFunction):
+class _Function(torch.autograd.Function):
     """An autograd.Function for use on an Autograd key. There, one of torch.func's transforms is at
-    work, and the dispatcher goes on to those around it; `autograd.Function.apply` would go through
-    all of them from the start.
+    work, and the dispatcher goes on to those around it. `autograd.Function.apply` would go through
+    all of them from the start, so its base's takes its place.
     """
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        apply = super().apply  # type: ignore[misc]
+        apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
         if not torch._C._are_functorch_transforms_active():
             return apply(*args)
         with enable_single_level_autograd_function():

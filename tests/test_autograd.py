@@ -115,6 +115,14 @@ def test_dynamic_lengths_are_one_graph():
     assert counter.frame_count == 1
 
 
+def test_compiled_autograd():
+    qkv = inputs()
+    expected = gradients_of(loss, *qkv)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda *qkv: loss(*qkv).backward(), backend="aot_eager")(*qkv)
+    assert_close([x.grad for x in qkv], expected)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(strict):
     class Projected(torch.nn.Module):
