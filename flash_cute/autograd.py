@@ -105,8 +105,7 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
 
 
 def _bwd_autograd(*tensors: Tensor | None, **keywords: Any) -> Any:
-    # torch.func asks for every gradient as if it were to be differentiated: only who does it is
-    # told.
+    # Refused only once it is taken: torch.func asks for every gradient as if there were a second.
     if _is_differentiated(*tensors):
         return _AttentionBackward.apply(keywords, *tensors)
     with below_autograd():

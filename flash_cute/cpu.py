@@ -190,9 +190,9 @@ def attention_backward(
             visible = (begin[:, None] <= columns) & (columns < end[:, None])
             scores.masked_fill_(~visible.repeat(group, 1), -math.inf)
 
-        # P = e^(scores - LSE) and delta = rowsum(dO * O) - dLSE, but the LSE and O come rounded, and
-        # may be those of more keys than are here, as in ring attention. If they are not, the sums
-        # of these keys are more exact: P's, and delta's rowsum(P * dP).
+        # P = e^(scores - LSE), delta = rowsum(dO * O) - dLSE. But the LSE and O come rounded. They
+        # may be those of more keys than are here, as in ring attention; if not, the sums over these
+        # keys are more exact: that of the weights, and rowsum(P * dP) for rowsum(dO * O).
         row_max = scores.amax(-1)
         no_key = row_max == -math.inf
         row_max.masked_fill_(no_key, 0)
