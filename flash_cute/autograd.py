@@ -1,16 +1,19 @@
-"""The op's Autograd key: there are no gradients yet, and whoever takes one is told so.
+"""The Autograd keys: the gradient of `fwd` is `bwd`, and that of `bwd` is refused.
 
-`forward` refuses derivatives at once. This is for the op alone, as in an exported program, which
-may run in grad mode with no gradient in mind. It is also for where `forward` sees less than there
-is: under torch.compile of torch.func's gradients, and within vmap.
+They are here, and not around the op, so that all of torch's transforms find them: torch.compile
+sees the ops alone, and torch.func differentiates them at its own level. (What
+`torch.library.register_autograd` makes, torch.func refuses.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from flash_cute import checks, ops
 
@@ -18,13 +21,64 @@ from flash_cute import checks, ops
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-class _NoBackward(torch.autograd.Function):
-    """Results whose derivatives are refused once somebody takes them."""
+class _Function(torch.autograd.Function):
+    """An autograd.Function for use on an Autograd key. There, one of torch.func's transforms is at
+    work, and the dispatcher goes on to those around it. `autograd.Function.apply` would go through
+    all of them from the start, so its base's takes its place.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args)
+        with enable_single_level_autograd_function():
+            return apply(*args)
 
     @staticmethod
+    def below(op: Callable[..., Any], *tensors: Tensor | None, **keywords: Any) -> Any:
+        """Calls the op below this Autograd key."""
+        if not torch._C._are_functorch_transforms_active():
+            with below_autograd():
+                return op(*tensors, **keywords)
+        # The transforms around this one take derivatives, too; a Function has turned them off.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), below_autograd():
+            return op(*tensors, **keywords)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError(f"a tangent is carried on: {checks.NO_TANGENT}")
+
+
+class _Attention(_Function):
+    @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Any:
-        with below_autograd():
-            return ops.fwd(q, k, v, **keywords)
+        return _Function.below(ops.fwd, q, k, v, **keywords)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *qkv, keywords = inputs
+        ctx.save_for_backward(*qkv, *output)
+        ctx.keywords = keywords
+        ctx.set_materialize_grads(False)  # a result without a gradient has None
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        if dout is None and dlse is None:
+            return None, None, None, None
+        keywords = dict(ctx.keywords)
+        deterministic = keywords.pop("deterministic", None)
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        gradients = ops.bwd(dout, *ctx.saved_tensors, dlse, **keywords, deterministic=deterministic)
+        wanted = ctx.needs_input_grad
+        return *(x if want else None for x, want in zip(gradients, wanted, strict=False)), None
+
+
+class _AttentionBackward(_Function):
+    @staticmethod
+    def forward(keywords: dict[str, Any], *tensors: Tensor | None) -> Any:
+        return _Function.below(ops.bwd, *tensors, **keywords)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -32,20 +86,31 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise NotImplementedError(f"a gradient is taken: {checks.NO_BACKWARD}")
+        raise NotImplementedError(checks.NO_DOUBLE_BACKWARD)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise NotImplementedError(f"a tangent is carried on: {checks.NO_TANGENT}")
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    wants_gradients = torch.is_grad_enabled()
+    return any(
+        x is not None and ((wants_gradients and x.requires_grad) or checks.has_tangent(x))
+        for x in tensors
+    )
 
 
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
-    if checks.refusal_of_derivatives(q, k, v) is None:
-        with below_autograd():
-            return ops.fwd(q, k, v, **keywords)
-    if torch._C._are_functorch_transforms_active():  # to which _NoBackward would be a riddle
-        raise NotImplementedError(f"torch.func takes a derivative: {checks.NO_BACKWARD}")
-    return _NoBackward.apply(q, k, v, keywords)
+    if _is_differentiated(q, k, v):
+        return _Attention.apply(q, k, v, keywords)
+    with below_autograd():
+        return ops.fwd(q, k, v, **keywords)
+
+
+def _bwd_autograd(*tensors: Tensor | None, **keywords: Any) -> Any:
+    # Refused only once it is taken: torch.func asks for every gradient as if there were a second.
+    if _is_differentiated(*tensors):
+        return _AttentionBackward.apply(keywords, *tensors)
+    with below_autograd():
+        return ops.bwd(*tensors, **keywords)
 
 
 torch.library.impl("flash_cute::fwd", "Autograd", _fwd_autograd)
+torch.library.impl("flash_cute::bwd", "Autograd", _bwd_autograd)

@@ -29,17 +29,27 @@ SDPA = "torch.nn.functional.scaled_dot_product_attention"
 
 #: Why derivatives are refused, and what helps.
 NO_BACKWARD = (
-    "flash_cute.forward has no backward yet; call it under torch.no_grad() or on detached tensors, "
-    f"or use {SDPA}"
+    "flash_cute.forward has no backward on GPUs yet; call it under torch.no_grad() or on detached "
+    f"tensors, or use {SDPA}"
+)
+NO_DOUBLE_BACKWARD = (
+    "a second derivative of flash_cute.forward is taken, and it has first ones alone; use "
+    f"{SDPA} under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 NO_TANGENT = (
-    "flash_cute.forward has no derivative yet; call it on primals alone "
+    "flash_cute.forward has no forward-mode derivative; call it on primals alone "
     f"(torch.autograd.forward_ad.unpack_dual), or use {SDPA}"
 )
 
 
 def refusal(
-    q: Any, k: Any, v: Any, is_causal: Any = False, softmax_scale: Any = None, arch: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    is_causal: Any = False,
+    softmax_scale: Any = None,
+    arch: Any = None,
+    deterministic: Any = None,
 ) -> Exception | None:
     """The first reason for which `forward` cannot take these arguments, to be raised; else None."""
     tensors = (("q", q), ("k", k), ("v", v))
@@ -98,20 +108,42 @@ def refusal(
         return TypeError(f"softmax_scale is {_shown(softmax_scale)}: it must be {allowed}")
     if softmax_scale is not None and not _is_finite(softmax_scale):
         return ValueError(f"softmax_scale is {_shown(softmax_scale)}: it must be finite")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        allowed = "True, False, or None for torch.are_deterministic_algorithms_enabled()"
+        return TypeError(f"deterministic is {_shown(deterministic)}: it must be {allowed}")
     return None if arch is None else _refusal_of_arch(arch, q.device)
 
 
 def refusal_of_derivatives(q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
-    """As `refusal`, if a gradient is wanted or there is a forward-mode tangent."""
+    """As `refusal`, if there is a forward-mode tangent, or a gradient is wanted on a GPU."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if _has_tangent(x):
+        if has_tangent(x):
             return NotImplementedError(f"{name} carries a forward-mode tangent: {NO_TANGENT}")
-        if x.requires_grad and torch.is_grad_enabled():
+        if x.requires_grad and torch.is_grad_enabled() and x.device.type == "cuda":
             return NotImplementedError(f"{name} takes part in a gradient: {NO_BACKWARD}")
     return None
 
 
-def _has_tangent(x: Tensor) -> bool:
+def refusal_of_results(
+    q: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> Exception | None:
+    """As `refusal`, of what else the backward gets: the forward's results and their gradients."""
+    for name, x, shape, dtype in (
+        ("out", out, q.shape, q.dtype),
+        ("softmax_lse", lse, q.shape[:3], torch.float32),
+        ("dout", dout, q.shape, q.dtype),
+        ("dlse", dlse, q.shape[:3], torch.float32),
+    ):
+        if x is not None and x.shape != shape:
+            return ValueError(f"{name} has shape {tuple(x.shape)}: it must be {tuple(shape)}")
+        if x is not None and x.dtype != dtype:
+            return TypeError(f"{name} is {_name(x.dtype)}: it must be {_name(dtype)}")
+        if x is not None and x.device != q.device:
+            return ValueError(f"{name} is on {x.device} and q on {q.device}: they must be the same")
+    return None
+
+
+def has_tangent(x: Tensor) -> bool:
     if forward_ad._current_level < 0:  # no forward mode is under way, by forward_ad or torch.func
         return False
     if torch._C._functorch.is_batchedtensor(x):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from flash_cute import checks, ops
+from flash_cute import checks, ops, sharding
 from flash_cute.autograd import below_autograd
 from flash_cute.transforms import autocast
 
@@ -28,6 +28,7 @@ def forward(
     is_causal: bool = False,
     softmax_scale: float | None = None,
     *,
+    deterministic: bool | None = None,
     arch: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention: softmax(softmax_scale * q @ k^T) @ v for each head, without the matrix of
@@ -46,6 +47,9 @@ def forward(
         is_causal: query i sees only the keys j <= i + Nk - Nq (aligned to the bottom right corner;
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
+        deterministic: whether the gradients are to be the same bits each time; None follows
+            `torch.are_deterministic_algorithms_enabled()` when they are computed. On the CPU they
+            always are.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
             Ampere on) or "sm90" (on Hopper alone, where they are the default).
 
@@ -58,6 +62,10 @@ def forward(
 
         A row that sees no key has out = 0 and softmax_lse = -inf.
 
+        Both results are differentiable in q, k and v, on the CPU; on GPUs not yet. A gradient has
+        the dtype of its tensor and the strides of `torch.empty_like` of it. There are no second
+        derivatives and no forward-mode ones.
+
     Raises:
         TypeError: an argument's type or dtype is not one of those above.
         ValueError: shapes or devices do not go together, the scale is NaN or infinite, or the GPU
@@ -65,8 +73,8 @@ def forward(
         RuntimeError: what this build, driver or GPU cannot serve: a driver that is too old, a head
             dim that was left out of the build, 2^31 tiles or more, or an `arch` whose kernels were
             not built, or cannot read these tensors or take this scale.
-        NotImplementedError: a gradient is wanted (an input requires grad while grad mode is on, or
-            carries a forward-mode tangent): there is no backward yet.
+        NotImplementedError: an input on a GPU requires grad while grad mode is on, or an input
+            carries a forward-mode tangent. Whoever takes a second derivative gets one, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it.
@@ -77,17 +85,20 @@ def forward(
         and type(is_causal) is bool
         and (softmax_scale is None or type(softmax_scale) is float)
         and arch is None
-        and not (q.requires_grad or k.requires_grad or v.requires_grad)
+        and deterministic is None
+        and not ((trains := q.requires_grad or k.requires_grad or v.requires_grad) and q.is_cuda)
         and forward_ad._current_level < 0
         and _functorch_level() is None
         and not _has_function_mode()
     ):
-        # A plain call, the fastest way: past the op's autograd, and if the op refuses it, `refusal`
-        # finds out why. Each keyword takes time.
+        # A plain call, the fastest way: past the op's autograd unless there are gradients, and if
+        # the op refuses it, `refusal` finds out why. Each keyword takes time.
         keywords: dict[str, Any] = {"window_right": 0} if is_causal else {}
         if softmax_scale is not None:
             keywords["softmax_scale"] = softmax_scale
         try:
+            if trains:
+                return _fwd(q, k, v, **keywords)
             with below_autograd():
                 return _fwd(q, k, v, **keywords)
         except Exception:
@@ -98,21 +109,24 @@ def forward(
         raise error
 
     q, k, v = autocast(q), autocast(k), autocast(v)
-    error = checks.refusal(q, k, v, is_causal, softmax_scale, arch)
+    error = checks.refusal(q, k, v, is_causal, softmax_scale, arch, deterministic)
     error = error or checks.refusal_of_derivatives(q, k, v)
     if error is not None:
         if any(isinstance(x, torch.fx.Proxy) for x in (q, k, v)):
             # torch.fx.symbolic_trace takes the call down; it is checked when it is made.
+            keywords = {"deterministic": deterministic, "arch": arch}
             return handle_torch_function(
-                forward, (q, k, v), q, k, v, is_causal, softmax_scale, arch=arch
+                forward, (q, k, v), q, k, v, is_causal, softmax_scale, **keywords
             )
         raise error
+    sharding.register()
     # The causal mask's offset is left to the op: torch.jit.trace would keep that of the lengths
     # that it has seen. Likewise the scale: torch.compile would guard its head dim.
     results: tuple[Tensor, Tensor] = ops.fwd(
         *(q, k, v),
         softmax_scale=None if softmax_scale is None else float(softmax_scale),
         window_right=0 if is_causal else -1,
+        deterministic=deterministic,
         tuning=None if arch is None else f"arch={arch.removeprefix('sm')}",
     )
     return results

@@ -1,7 +1,9 @@
-"""Loads the compiled library: the op `torch.ops.flash_cute.fwd`, and what else the library tells.
+"""Loads the compiled library: the ops `torch.ops.flash_cute.fwd` and `bwd`, and what else the
+library tells.
 
-The op is defined, and implemented for CUDA, in csrc/cute_fa2/torch_binding.cpp. cpu.py implements
-it for the CPU, autograd.py and transforms.py say what torch's transforms make of it.
+The ops are defined, and implemented for CUDA (`fwd` alone so far), in
+csrc/cute_fa2/torch_binding.cpp. cpu.py implements them for the CPU, autograd.py and transforms.py
+say what torch's transforms make of them.
 """
 
 from __future__ import annotations
@@ -40,9 +42,12 @@ def _load(library: Path) -> None:
 
 _load(LIBRARY)
 
-#: The op: fwd(q, k, v, *, softmax_scale=None, window_left=-1, window_right=-1,
-#: diagonal_offset=None, tuning=None) -> (out, softmax_lse).
+#: fwd(q, k, v, *, softmax_scale=None, window_left=-1, window_right=-1, diagonal_offset=None,
+#: deterministic=None, tuning=None) -> (out, softmax_lse).
 fwd = torch.ops.flash_cute.fwd.default
+#: bwd(dout, q, k, v, out, softmax_lse, dlse=None, *, as fwd, with deterministic=False) -> (dq, dk,
+#: dv). A dout or dlse that is None counts as zeros.
+bwd = torch.ops.flash_cute.bwd.default
 
 
 class TileOfAnyArch(TypedDict):

@@ -1,8 +1,8 @@
-"""Attention as a plain formula, and the same thing block by block as the kernels compute it: for
-reading and for checking.
+"""Attention and its gradients as plain formulas, and the same things block by block as the kernels
+compute them: for reading and for checking.
 
 Shapes are those of `flash_cute.forward`: q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), out (B, Hq, Nq,
-D), lse (B, Hq, Nq).
+D), lse (B, Hq, Nq). A gradient has the shape of its tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def visible_keys(
@@ -31,6 +32,20 @@ def visible_keys(
         else (level + window_right + 1).clamp(max=len_k)
     )
     return begin, end
+
+
+def visible_rows(
+    keys: Tensor, len_q: int, window_left: int, window_right: int, diagonal_offset: int
+) -> tuple[Tensor, Tensor]:
+    """The mask's inverse: for each key, the first query row that sees it and one past the last.
+    Without a row, end <= begin.
+
+    It is `visible_keys` with the roles exchanged: the diagonal is at row j - diagonal_offset of key
+    j, and the rows before it look to their right. Both results never decrease, so the rows that see
+    any key of a block lie between `begin` of its first key and `end` of its last. Those between
+    `begin` of its last key and `end` of its first see them all.
+    """
+    return visible_keys(keys, len_q, window_right, window_left, -diagonal_offset)
 
 
 def attention(
@@ -55,16 +70,67 @@ def attention(
     scale = scale_of(q, softmax_scale)
     band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
     q, k, v = _in_dtype(q, k, v, dtype)
-    keys = torch.arange(len_k, device=q.device)
-    begin, end = visible_keys(torch.arange(len_q, device=q.device), len_k, *band)
-    visible = (begin[:, None] <= keys) & (keys < end[:, None])  # (Nq, Nk)
+    visible = visible_mask(len_q, len_k, *band, device=q.device)
 
     scores = (q @ k.mT) * scale  # (B, Hq, Nq, Nk)
     scores = scores.masked_fill(~visible, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
-    out = torch.softmax(scores, dim=-1) @ v
     # A row without a key has lse = -inf; its weights are NaN, from -inf - -inf, and its out is 0.
-    return out.masked_fill((begin >= end)[:, None], 0.0), lse
+    weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
+    return (weights @ v).masked_fill(~visible.any(-1, keepdim=True), 0.0), lse
+
+
+def attention_backward(
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    dlse: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    diagonal_offset: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients (dq, dk, dv) of a loss whose gradients by `attention`'s results are dout and
+    dlse, computed and returned in `dtype`. None stands for zeros.
+
+    With S = scale * Q K^T, P = softmax(S), O = P V, and by each row LSE = logsumexp(S):
+
+        dV = P^T dO
+        dP = dO V^T
+        dS = P * (dP - delta),  delta = rowsum(dO * O) - dLSE
+        dQ = scale * dS K
+        dK = scale * dS^T Q
+
+    The row sums come of the softmax: dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = dO V^T
+    P^T = rowsum(dO * O). As d LSE / dS = P, a gradient by the LSE only shifts them. A head of k and
+    v gets the sum over the query heads that share it.
+    """
+    scale = scale_of(q, softmax_scale)
+    band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
+    visible = visible_mask(q.shape[2], k.shape[2], *band, device=q.device)
+    sees_key = visible.any(-1)  # (Nq,)
+    dout = torch.zeros_like(q) if dout is None else dout
+    dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse
+    q_heads, k_heads, v_heads = _in_dtype(q, k, v, dtype)
+    dout, dlse = dout.to(dtype), dlse.to(dtype)
+    # What a row without a key hands out is constant. Its dout and dlse may be NaN, as those of
+    # functions of -inf are.
+    dout = torch.where(sees_key[:, None], dout, 0.0)
+    dlse = torch.where(sees_key, dlse, 0.0)
+
+    scores = ((q_heads @ k_heads.mT) * scale).masked_fill(~visible, -math.inf)
+    weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # P
+    delta = (dout * (weights @ v_heads)).sum(-1) - dlse
+    dweights = dout @ v_heads.mT  # dP
+    dscores = weights * (dweights - delta[..., None])  # dS
+    dq = scale * (dscores @ k_heads)
+    dk = scale * (dscores.mT @ q_heads)
+    dv = weights.mT @ dout
+    return dq, sum_heads(dk, k), sum_heads(dv, v)
 
 
 def attention_blockwise(
@@ -137,6 +203,102 @@ def attention_blockwise(
     return out, lse
 
 
+def attention_backward_blockwise(
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    dlse: Tensor | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    diagonal_offset: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    block_m: int = 64,
+    block_n: int = 128,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward`, step by step as the kernels do it: a tile of `block_n` keys walks over
+    the queries that see it, `block_m` at a time, in each query head of its group. `out` and `lse`
+    are the forward's.
+
+    The LSE is that of the whole row, so P = e^(S - LSE) comes at once: there is no running maximum
+    and nothing is rescaled. A tile has dK and dV to itself. To dQ all tiles of the row add.
+    """
+    len_q, len_k = q.shape[2], k.shape[2]
+    scale = scale_of(q, softmax_scale)
+    band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
+    dout = torch.zeros_like(q) if dout is None else dout
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    # The query heads that share a head of k and v stand in a dimension of their own.
+    group = (k.shape[1], -1) if k.shape[1] > 0 else (0, 1)
+    q, dout, out, lse, dlse = (x.to(dtype).unflatten(1, group) for x in (q, dout, out, lse, dlse))
+    k, v = k.to(dtype), v.to(dtype)
+
+    # Preprocess: the two numbers that a step needs of a row, padded to whole blocks. LSE = +inf
+    # makes P = 0 without a test, in the rows past the last and in those that see no key, whose dlse
+    # may be NaN.
+    no_key = lse == -math.inf
+    delta = ((dout * out).sum(-1) - dlse).masked_fill(no_key, 0.0)
+    lse_log2 = (lse * math.log2(math.e)).masked_fill(no_key, math.inf)
+    padding = -len_q % block_m
+    delta = pad(delta, (0, padding), value=0.0)
+    lse_log2 = pad(lse_log2, (0, padding), value=math.inf)
+    q, dout = (pad(x, (0, 0, 0, padding)) for x in (q, dout))
+
+    # e^(scale * s - lse) = 2^(scale_log2 * s - lse_log2). Without a maximum the scale may have any
+    # sign.
+    scale_log2 = scale * math.log2(math.e)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for n_begin in range(0, len_k, block_n):
+        keys = torch.arange(n_begin, min(n_begin + block_n, len_k), device=q.device)
+        begin, end = visible_rows(keys, len_q, *band)
+        first_block = int(begin[0]) // block_m
+        past_last_block = -(-max(0, int(end[-1])) // block_m)
+
+        k_tile, v_tile = k[:, :, keys], v[:, :, keys]
+        for head in range(q.shape[2]):
+            for m_block in range(first_block, past_last_block):
+                rows = torch.arange(m_block * block_m, (m_block + 1) * block_m, device=q.device)
+                q_block, dout_block = q[:, :, head, rows], dout[:, :, head, rows]
+
+                # The mask goes onto the exponent: e^(s - lse) of a key that its row does not see
+                # may be inf.
+                scores = q_block @ k_tile.mT
+                exponent = scores * scale_log2 - lse_log2[:, :, head, rows, None]
+                # Blocks whose rows all see every key need no test of single elements.
+                if int(begin[-1]) > int(rows[0]) or min(int(rows[-1]) + 1, len_q) > int(end[0]):
+                    visible = (begin <= rows[:, None]) & (rows[:, None] < end)
+                    exponent = exponent.masked_fill(~visible, -math.inf)
+                weights = torch.exp2(exponent)
+
+                dweights = dout_block @ v_tile.mT
+                dscores = weights * (dweights - delta[:, :, head, rows, None])
+                dv[:, :, keys] += weights.mT @ dout_block
+                dk[:, :, keys] += dscores.mT @ q_block
+                dq[:, :, head, rows] += dscores @ k_tile
+
+    # The scale goes onto the sums: onto dS, it could leave fp16's range.
+    return scale * dq[:, :, :, :len_q].flatten(1, 2), scale * dk, dv
+
+
+def visible_mask(
+    len_q: int,
+    len_k: int,
+    window_left: int,
+    window_right: int,
+    diagonal_offset: int,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Which row sees which key, (Nq, Nk)."""
+    rows, keys = torch.arange(len_q, device=device), torch.arange(len_k, device=device)
+    begin, end = visible_keys(rows, len_k, window_left, window_right, diagonal_offset)
+    return (begin[:, None] <= keys) & (keys < end[:, None])
+
+
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
     """The scale, which is 1/sqrt(D) by default."""
     return 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
@@ -159,7 +321,20 @@ def band_of(
 
 def _in_dtype(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs in `dtype`, each head of k and v repeated for the query heads that share it."""
-    if q.shape[1] != k.shape[1]:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    k, v = repeat_heads(k, q), repeat_heads(v, q)
     return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Each head of x, k or v, repeated for the query heads that share it."""
+    if x.shape[1] == q.shape[1]:
+        return x
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def sum_heads(gradient: Tensor, x: Tensor) -> Tensor:
+    """The inverse for a gradient: the sum over the query heads that share a head of x."""
+    if gradient.shape[1] == x.shape[1]:
+        return gradient
+    total: Tensor = gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+    return total

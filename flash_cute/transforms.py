@@ -1,8 +1,9 @@
-"""What the op is beside CUDA: on the CPU, and under torch's transforms (fake tensors, counts of
+"""What the ops are beside CUDA: on the CPU, and under torch's transforms (fake tensors, counts of
 operations, autocast, vmap; derivatives are in autograd.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ from flash_cute import checks, cpu, ops
 Shape = tuple[int, ...]
 
 torch.library.impl("flash_cute::fwd", "CPU", cpu.attention)
+torch.library.impl("flash_cute::bwd", "CPU", cpu.attention_backward)
+
+
+@torch.library.impl("flash_cute::bwd", "CUDA")
+def _bwd_cuda(*tensors: Tensor | None, **keywords: Any) -> Any:
+    raise NotImplementedError(f"a gradient is taken: {checks.NO_BACKWARD}")
 
 
 @torch.library.register_fake("flash_cute::fwd")
@@ -24,14 +31,37 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor,
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
+@torch.library.register_fake("flash_cute::bwd")
+def _bwd_fake(
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dlse: Tensor | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    error = checks.refusal(q, k, v) or checks.refusal_of_results(q, out, softmax_lse, dout, dlse)
+    if error is not None:
+        raise error
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# For torch.utils.flop_counter, by PyTorch's rule for SDPA: masks spare nothing. The backward has
+# five products where the forward has two.
 def _fwd_flops(q: Shape, k: Shape, v: Shape, *args: Any, **keywords: Any) -> int:
-    """For torch.utils.flop_counter, by PyTorch's rule for SDPA: masks spare nothing."""
     batch, heads, len_q, head_dim = q
     return 4 * batch * heads * len_q * k[2] * head_dim
 
 
+def _bwd_flops(dout: Shape, q: Shape, k: Shape, v: Shape, *args: Any, **keywords: Any) -> int:
+    return _fwd_flops(q, k, v) * 5 // 2
+
+
 if torch.ops.flash_cute.fwd not in flop_registry:  # it is where the package is imported again
     register_flop_formula(torch.ops.flash_cute.fwd)(_fwd_flops)
+    register_flop_formula(torch.ops.flash_cute.bwd)(_bwd_flops)
 
 
 def autocast(x: Any) -> Any:
@@ -51,24 +81,33 @@ def _fwd_autocast(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
         return ops.fwd(q, k, v, **keywords)
 
 
-torch.library.impl("flash_cute::fwd", "AutocastCUDA", _fwd_autocast)
-torch.library.impl("flash_cute::fwd", "AutocastCPU", _fwd_autocast)
+def _bwd_autocast(dout: Tensor | None, q: Tensor, *others: Tensor | None, **keywords: Any) -> Any:
+    # Its tensors have the forward's dtype, in which the gradients are to be.
+    with torch.autocast(q.device.type, enabled=False):
+        return ops.bwd(dout, q, *others, **keywords)
 
 
-def _fwd_vmap(
-    info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, **keywords: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+def _vmap_of(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     """One call for the whole map: the mapped dimension joins the batch."""
 
-    def fold(x: Tensor, dim: int | None) -> Tensor:
-        x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.flatten(0, 1)
+    def rule(
+        info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, **keywords: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        def fold(x: Tensor | None, dim: int | None) -> Tensor | None:
+            if x is None:
+                return None
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1)
 
-    batch = q.shape[0] if in_dims[0] is None else q.movedim(in_dims[0], 0).shape[1]
-    folded = (fold(x, dim) for x, dim in zip((q, k, v), in_dims, strict=False))
-    out, lse = ops.fwd(*folded, **keywords)
-    shape = (info.batch_size, batch)
-    return (out.unflatten(0, shape), lse.unflatten(0, shape)), (0, 0)
+        results = op(*map(fold, tensors, in_dims), **keywords)
+        size = info.batch_size
+        unfolded = tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in results)
+        return unfolded, (0,) * len(results)
+
+    return rule
 
 
-torch.library.register_vmap("flash_cute::fwd", _fwd_vmap)
+for _op, _autocast in ((ops.fwd, _fwd_autocast), (ops.bwd, _bwd_autocast)):
+    torch.library.register_vmap(_op, _vmap_of(_op))
+    torch.library.impl(_op.name(), "AutocastCUDA", _autocast)
+    torch.library.impl(_op.name(), "AutocastCPU", _autocast)

@@ -32,6 +32,8 @@ BACKENDS = [
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=_GPU),
 ]
 ONE_BACKEND_EACH = [BACKENDS[0], BACKENDS[5]]
+#: Those with a backward.
+TRAINED = BACKENDS[:4]
 #: These, and the kernels that a GPU which runs both sm80's and sm90's does not get by default.
 ALL_KERNELS = [
     *BACKENDS,
@@ -304,3 +306,37 @@ def check(
     result = tolerance.compare(out, lse, q, k, v, is_causal, softmax_scale, **band)
     assert result.passed, str(result)
     return out, lse
+
+
+def check_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    **band: int,
+) -> tuple[Tensor, ...]:
+    """As `check`, of the gradients; by default those of random dout and dlse, the latter NaN where
+    a row sees no key. Returns (dq, dk, dv)."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    if dout is None and dlse is None:
+        dout, dlse = (torch.randn(shape, device=q.device) for shape in (q.shape, q.shape[:3]))
+        dout = poisoned(dout.to(q.dtype))
+    with nan_in_new_memory():
+        out, lse = run(q, k, v, is_causal, softmax_scale, **band)
+        if dlse is not None:
+            dlse = dlse.masked_fill(lse == -math.inf, math.nan)
+        given = [pair for pair in ((out, dout), (lse, dlse)) if pair[1] is not None]
+        gradients = torch.autograd.grad([x for x, _ in given], (q, k, v), [dx for _, dx in given])
+    for x, dx in zip((q, k, v), gradients, strict=True):
+        assert dx.shape == x.shape and dx.dtype == x.dtype and dx.device == x.device
+        assert dx.stride() == torch.empty_like(x).stride()
+    result = tolerance.compare_gradients(
+        gradients, dout, q.detach(), k.detach(), v.detach(), is_causal, softmax_scale,
+        dlse=dlse, **band,
+    )  # fmt: skip
+    assert result.passed, str(result)
+    return gradients

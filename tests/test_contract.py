@@ -148,8 +148,11 @@ REFUSALS = {
     "arch sm75": ({"arch": "sm75"}, ValueError, "arch is 'sm75': .*'sm80', 'sm90' or None"),
     "arch empty": ({"arch": ""}, ValueError, "arch is '': .*'sm80', 'sm90' or None"),
     "arch and q": ({"q": None, "arch": 90}, TypeError, "q is a NoneType"),
-    "grad q": ({"q": lambda q: q.requires_grad_()}, NotImplementedError, "q takes part .*no_grad"),
-    "grad v": ({"v": lambda v: v.requires_grad_()}, NotImplementedError, "v takes part .*no_grad"),
+    "deterministic 1": (
+        {"deterministic": 1},
+        TypeError,
+        r"deterministic is an int \(1\): .* True, False, or None",
+    ),
 }
 
 
@@ -199,77 +202,38 @@ def test_cpu_and_gpu(nothing_runs):
         flash_cute.forward(**inputs("cuda", k=lambda k: k.cpu()))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_torch_func_gradients_are_refused(nothing_runs, name):
+def test_gradients_on_gpus_are_refused(name):
+    """There are none yet; test_autograd.py has those of the CPU."""
+    arguments = inputs("cuda")
+    arguments[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match=f"{name} takes part in a gradient.*no_grad"):
+        flash_cute.forward(**arguments)
+    for result in ops.fwd(*(arguments[name] for name in "qkv")):
+        with pytest.raises(NotImplementedError, match=r"a gradient is taken: .*no_grad"):
+            result.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_forward_mode_is_refused(nothing_runs, name):
     arguments = inputs(**everything(lambda x: x.float()))
-
-    def loss(x):
-        return flash_cute.forward(**{**arguments, name: x})[0].sum()
-
     x = arguments[name]
+
+    def forward(x):
+        return flash_cute.forward(**{**arguments, name: x})[0]
+
+    message = f"{name} carries a forward-mode tangent"
     for differentiate in (
-        lambda: torch.func.grad(loss)(x),
-        lambda: torch.func.jacrev(loss)(x),
-        lambda: torch.func.vmap(torch.func.grad(loss))(x[None].expand(3, *x.shape)),
+        lambda: torch.func.jvp(forward, (x,), (x,)),
+        lambda: torch.func.jacfwd(forward)(x),
     ):
-        with pytest.raises(NotImplementedError, match=f"{name} takes part in a gradient"):
-            differentiate()
-    for differentiate in (
-        lambda: torch.func.jvp(loss, (x,), (x,)),
-        lambda: torch.func.jacfwd(loss)(x),
-    ):
-        with pytest.raises(NotImplementedError, match=f"{name} carries a forward-mode tangent"):
+        with pytest.raises(NotImplementedError, match=message):
             differentiate()
     with torch.autograd.forward_ad.dual_level(), torch.no_grad():
         dual = torch.autograd.forward_ad.make_dual(x, x)
-        with pytest.raises(NotImplementedError, match=f"{name} carries .*unpack_dual"):
-            loss(dual)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_the_op_alone_refuses_derivatives_that_are_taken(name):
-    arguments = inputs(**everything(lambda x: x.float()))
-    x = arguments[name].requires_grad_()
-
-    def fwd():
-        return ops.fwd(*(arguments[name] for name in "qkv"))
-
-    for result in fwd():
-        with pytest.raises(NotImplementedError, match=r"a gradient is taken: .*no_grad"):
-            result.sum().backward()
-    with torch.no_grad():
-        assert not any(result.requires_grad for result in fwd())
-    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
-        arguments[name] = torch.autograd.forward_ad.make_dual(x, x)
-        with pytest.raises(NotImplementedError, match=r"a tangent is carried on: .*unpack_dual"):
-            fwd()
-
-
-def test_the_op_alone_refuses_derivatives_of_torch_func():
-    x = inputs(q=lambda q: q.float())["q"]
-
-    def loss(x):
-        return ops.fwd(x, x, x)[0].sum()
-
-    func = torch.func
-    for differentiate in (func.grad(loss), func.jacrev(loss), func.hessian(loss)):
-        with pytest.raises(NotImplementedError, match=r"torch\.func takes a derivative"):
-            differentiate(x)
-    with pytest.raises(NotImplementedError, match=r"torch\.func takes a derivative"):
-        func.jvp(loss, (x,), (x,))
-
-
-def test_gradients_within_vmap_are_refused():
-    """There a tensor does not say that it requires a gradient."""
-    arguments = inputs(**everything(lambda x: x.float()))
-    weight = torch.ones((), requires_grad=True)
-
-    def scaled(x):
-        return flash_cute.forward(**{**arguments, "q": weight * x})[0]
-
-    out = torch.vmap(scaled)(arguments["q"].expand(3, -1, -1, -1, -1))
-    with pytest.raises(NotImplementedError, match="a gradient is taken"):
-        out.sum().backward()
+        with pytest.raises(NotImplementedError, match=rf"{message}.*unpack_dual"):
+            forward(dual)
 
 
 def test_gradients_beside_modes_and_subclasses_are_kept():

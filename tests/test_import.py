@@ -12,10 +12,11 @@ import torch
 from flash_cute import checks, ops
 
 
-def test_the_import_leaves_dynamo_out():
+def test_the_import_leaves_dynamo_and_dtensor_out():
     code = (
-        "import sys, torch; before = 'torch._dynamo' in sys.modules; import flash_cute; "
-        "sys.exit('torch._dynamo' in sys.modules and not before)"
+        "import sys, torch; before = set(sys.modules); import flash_cute; "
+        "new = set(sys.modules) - before; "
+        "sys.exit(bool(new & {'torch._dynamo', 'torch.distributed.tensor'}))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

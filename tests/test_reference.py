@@ -66,6 +66,47 @@ def test_visible_keys_is_the_band(len_q, len_k):
         assert torch.all(begin.diff() >= 0) and torch.all(end.diff() >= 0)
 
 
+@pytest.mark.parametrize("len_q, len_k", [(30, 30), (17, 45), (45, 17), (1, 9)])
+def test_visible_rows_is_the_inverse(len_q, len_k):
+    for band in BANDS:
+        visible = reference.visible_mask(len_q, len_k, *band)
+        begin, end = reference.visible_rows(torch.arange(len_k), len_q, *band)
+        rows = torch.arange(len_q)[:, None]
+        assert torch.equal((begin <= rows) & (rows < end), visible)
+        assert torch.all(begin.diff() >= 0) and torch.all(end.diff() >= 0)
+        for keys in (slice(0, 5), slice(5, 8), slice(3, len_k)):  # blocks of keys
+            seeing = visible[:, keys].any(1).nonzero().flatten().tolist()
+            some = (
+                range(int(begin[keys][0]), int(end[keys][-1])) if visible[:, keys].numel() else []
+            )
+            assert list(some) == seeing
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2, 6])
+@pytest.mark.parametrize("scale", [None, 0.0, -0.7])
+@pytest.mark.parametrize("len_q, len_k", [(30, 30), (17, 45), (45, 17), (9, 1), (5, 0)])
+def test_blockwise_gradients_are_the_formulas_and_autograds(len_q, len_k, scale, heads_kv):
+    sizes = {"heads_kv": heads_kv, "len_k": len_k, "dtype": F64}
+    qkv = [x.requires_grad_() for x in random_inputs(2, 6, len_q, 8, **sizes)]
+    for left, right, offset in BANDS[::5]:
+        band = {"window_left": left, "window_right": right, "diagonal_offset": offset}
+        out, lse = reference.attention(*qkv, False, scale, **band)
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        seen = lse != -math.inf
+        loss = (out * dout).sum() + (torch.where(seen, lse, 0.0) * dlse).sum()
+        expected = torch.autograd.grad(loss, qkv)
+        # Where a row sees no key, dlse does not count, and may be NaN.
+        options = {**band, "dlse": dlse.masked_fill(~seen, math.nan), "dtype": F64}
+        plain = reference.attention_backward(dout, *qkv, False, scale, **options)
+        results = (out.detach(), lse.detach())
+        blockwise = reference.attention_backward_blockwise(
+            dout, *qkv, *results, False, scale, **options, block_m=8, block_n=16
+        )
+        for actual in (plain, blockwise):
+            for a, b in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("len_q, len_k", [(30, 30), (17, 45), (45, 17)])
 def test_blockwise_bands(len_q, len_k):
     q, k, v = random_inputs(1, 2, len_q, 8, len_k=len_k, dtype=F64)
@@ -112,6 +153,37 @@ def test_tolerance_tells_right_from_wrong(dtype, wrong):
         assert not passes(out, other_lse)
     assert not passes(out, lse + 2e-5)
     assert not tolerance.compare(out, lse, q, k, v, False).passed
+
+
+@pytest.mark.parametrize(
+    "dtype, wrong", [(torch.float16, 0.03), (torch.bfloat16, 0.3), (F64, 1e-12)]
+)
+def test_tolerance_tells_right_gradients_from_wrong(dtype, wrong):
+    q, k, v = random_inputs(2, 4, 100, 64, heads_kv=2, dtype=dtype)
+    dout, dlse = (torch.randn_like(x) for x in (q, q[..., 0].float()))
+    exact = reference.attention_backward(dout, q, k, v, True, dlse=dlse)
+    rounded = [x.to(dtype) for x in exact]
+
+    def passes(*gradients, **changes):
+        arguments = {
+            "dout": dout,
+            "q": q,
+            "k": k,
+            "v": v,
+            "is_causal": True,
+            "dlse": dlse,
+            **changes,
+        }
+        return tolerance.compare_gradients(gradients, **arguments).passed
+
+    assert passes(*rounded)
+    for i in range(3):
+        for change in (wrong, math.nan, math.inf):
+            changed = [x.clone() for x in rounded]
+            changed[i][1, 1, 50, 3] += change
+            assert not passes(*changed)
+    for change in ({"dlse": None}, {"is_causal": False}, {"softmax_scale": 0.12}, {"dout": None}):
+        assert not passes(*rounded, **change)
 
 
 def test_tolerance_wants_infinities_in_place():

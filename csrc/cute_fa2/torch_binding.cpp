@@ -137,6 +137,7 @@ void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dty
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<double> softmax_scale,
                                int64_t window_left, int64_t window_right,
                                std::optional<int64_t> diagonal_offset,
+                               std::optional<bool> /*deterministic: for the backward*/,
                                std::optional<std::string> tuning) {
   const FwdOverrides overrides = parse_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
@@ -204,8 +205,14 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<doubl
 STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def(
       "fwd(Tensor q, Tensor k, Tensor v, *, float? softmax_scale=None, SymInt window_left=-1, "
-      "SymInt window_right=-1, SymInt? diagonal_offset=None, str? tuning=None) -> (Tensor out, "
-      "Tensor softmax_lse)");
+      "SymInt window_right=-1, SymInt? diagonal_offset=None, bool? deterministic=None, str? "
+      "tuning=None) -> (Tensor out, Tensor softmax_lse)");
+  // fwd's gradients. A dout or dlse that is None counts as zeros.
+  m.def(
+      "bwd(Tensor? dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? "
+      "dlse=None, *, float? softmax_scale=None, SymInt window_left=-1, SymInt window_right=-1, "
+      "SymInt? diagonal_offset=None, bool deterministic=False, str? tuning=None) -> (Tensor dq, "
+      "Tensor dk, Tensor dv)");
   m.def("build_info() -> str");
   m.def("tiles_for(int smem_per_cta) -> str");
   m.def("plan(str request, str tuning=\"\") -> str");
