@@ -1,4 +1,5 @@
-"""The Autograd keys: the gradient of `fwd` is `bwd`, and that of `bwd` is refused.
+"""The Autograd keys: the gradient of `fwd` is `bwd`, and that of `bwd` is refused. `bwd` runs on
+the CPU; for CUDA tensors it raises (transforms.py).
 
 They are here, and not around the op, so that all of torch's transforms find them: torch.compile
 sees the ops alone, and torch.func differentiates them at its own level. (What
@@ -22,9 +23,9 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class _Function(torch.autograd.Function):
-    """An autograd.Function for use on an Autograd key. There, one of torch.func's transforms is at
-    work, and the dispatcher goes on to those around it. `autograd.Function.apply` would go through
-    all of them from the start, so its base's takes its place.
+    """An autograd.Function for use on an Autograd key. The dispatcher already runs one of
+    torch.func's transforms there. `Function.apply` would start again at the outermost, so the base
+    class's `apply` is used.
     """
 
     @classmethod

@@ -70,11 +70,11 @@ def forward(
         TypeError: an argument's type or dtype is not one of those above.
         ValueError: shapes or devices do not go together, the scale is NaN or infinite, or the GPU
             is too old, or not one that runs `arch`.
-        RuntimeError: what this build, driver or GPU cannot serve: a driver that is too old, a head
-            dim that was left out of the build, 2^31 tiles or more, or an `arch` whose kernels were
-            not built, or cannot read these tensors or take this scale.
+        RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
+            dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
+            of `arch` were not built, or cannot read these tensors or take this scale.
         NotImplementedError: an input on a GPU requires grad while grad mode is on, or an input
-            carries a forward-mode tangent. Whoever takes a second derivative gets one, too.
+            carries a forward-mode tangent. Taking a second derivative raises it, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it.

@@ -1,5 +1,5 @@
-"""Attention and its gradients as plain formulas, and the same things block by block as the kernels
-compute them: for reading and for checking.
+"""Attention and its gradients as plain formulas, and the same things block by block: for reading
+and for checking. The kernels compute the forward so. They have no gradients yet.
 
 Shapes are those of `flash_cute.forward`: q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), out (B, Hq, Nq,
 D), lse (B, Hq, Nq). A gradient has the shape of its tensor.
@@ -152,7 +152,8 @@ def attention_blockwise(
     2.
 
     A row keeps its running maximum m, its running sum of weights, and the weighted sum of V; all
-    three are relative to m, so a greater maximum rescales what came before it.
+    three are relative to m, so a greater maximum rescales what came before it. (The kernels' limit
+    is a maximum with slack.)
     """
     len_q, len_k = q.shape[2], k.shape[2]
     scale = scale_of(q, softmax_scale)
@@ -221,9 +222,9 @@ def attention_backward_blockwise(
     block_m: int = 64,
     block_n: int = 128,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward`, step by step as the kernels do it: a tile of `block_n` keys walks over
-    the queries that see it, `block_m` at a time, in each query head of its group. `out` and `lse`
-    are the forward's.
+    """`attention_backward`, block by block, as kernels are to do it: a tile of `block_n` keys walks
+    over the queries that see it, `block_m` at a time, in each query head of its group. `out` and
+    `lse` are the forward's.
 
     The LSE is that of the whole row, so P = e^(S - LSE) comes at once: there is no running maximum
     and nothing is rescaled. A tile has dK and dV to itself. To dQ all tiles of the row add.

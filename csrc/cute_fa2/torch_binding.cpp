@@ -207,7 +207,8 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
       "fwd(Tensor q, Tensor k, Tensor v, *, float? softmax_scale=None, SymInt window_left=-1, "
       "SymInt window_right=-1, SymInt? diagonal_offset=None, bool? deterministic=None, str? "
       "tuning=None) -> (Tensor out, Tensor softmax_lse)");
-  // fwd's gradients. A dout or dlse that is None counts as zeros.
+  // fwd's gradients. A dout or dlse that is None counts as zeros. The CPU alone has them so far
+  // (flash_cute/cpu.py); for CUDA flash_cute/transforms.py raises.
   m.def(
       "bwd(Tensor? dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? "
       "dlse=None, *, float? softmax_scale=None, SymInt window_left=-1, SymInt window_right=-1, "

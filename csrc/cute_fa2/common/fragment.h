@@ -1,5 +1,5 @@
-// Views of register fragments. An accumulator of m16n8k16 holds ((2 columns, 2 rows), MMA_M, MMA_N)
-// elements, one of wgmma m64nNk16 ((2 columns, 2 rows, N / 8), MMA_M, MMA_N).
+// Views of register fragments. An accumulator holds ((2 columns, 2 rows), MMA_M, MMA_N) elements;
+// one of wgmma holds ((2 columns, 2 rows, N / 8), MMA_M, MMA_N).
 #pragma once
 
 #include <cutlass/numeric_conversion.h>

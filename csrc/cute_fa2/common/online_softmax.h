@@ -163,7 +163,8 @@ class OnlineSoftmax {
     return true;
   }
 
-  // The same of the first block of a tile, by rows of a warp that start anew with it.
+  // `update_limits` for a tile's first block: all limits are new, so there is no vote. A row is one
+  // warp's.
   template <class Scores>
   CUTE_DEVICE void start(Scores& scores) {
     start();

@@ -9,7 +9,7 @@
 
 namespace flash_cute {
 
-// A work tile: `m_block` counts tiles of block_m rows, `head` tile heads (GqaLayout).
+// A tile's coordinates: `m_block` counts tiles of block_m rows, `head` tile heads (GqaLayout).
 struct TileCoord {
   int m_block;
   int head;

@@ -65,7 +65,7 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
       .add("scheduler", name_of(schedule.policy))
       .add("head_group", schedule.order.head_group)
       .add("tail_tiles", schedule.tail.subtiles > 1 ? schedule.tail.tail_tiles : 0)
-      .add("subtiles", schedule.tail.subtiles)
+      .add("subtiles", schedule.tail.tail_tiles > 0 ? schedule.tail.subtiles : 1)
       .add("ctas", schedule.ctas)
       .add("waves", schedule.tail.work_tiles() / at_once)
       .add("workspace_bytes", plan.workspace_bytes)

@@ -16,7 +16,7 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
 // Runs on the results of splits (combine/launch.cu).
 void launch_combine(const FwdParams& params, int device, cudaStream_t stream);
 
-// One instantiation for each generated file; defined in smXX/fwd/launch.h.
+// Instantiated in the generated files; defined in smXX/fwd/launch.h.
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_fwd_sm80(const FwdPlan& plan, const FwdParams& params, int device, cudaStream_t stream);
 template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplitKV>

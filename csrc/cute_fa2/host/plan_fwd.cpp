@@ -44,6 +44,7 @@ void finish(FwdPlan& plan, const FwdParams& params, int block_m, const DevicePro
   FwdParams split = params;
   split.splits = plan.splits;
   plan.schedule = schedule(TileGrid{split, plan.gqa, block_m, device.l2_bytes});
+  check_grid(plan.schedule.tail.work_tiles());
   plan.workspace_bytes = split_workspace_bytes(split);
   if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
 }
@@ -115,8 +116,8 @@ std::string why_not_sm90(const FwdParams& p, const FwdOverrides& overrides,
   return why_not;
 }
 
-// The most rows that a query may be in the sm90 kernels. A consumer's rows are one TMA box, in
-// which an expanded dimension cannot be.
+// The most tile rows that one query may take in the sm90 kernels. A consumer's rows are one TMA
+// box, in which an expanded dimension cannot be.
 int64_t max_rows_per_query_sm90(const FwdParams& params) {
   return params.q.stride_head != 0 ? FwdConfigSm90::kConsumerRows : 1;
 }
@@ -128,8 +129,8 @@ struct ChoiceSm90 {
   TailSplit tail;
 };
 
-// The entry that takes an SM the least time: its query rows, times the keys in whole blocks. So
-// long sequences get large tiles, and few queries small ones, which more SMs share.
+// The entry that takes an SM the least time: row_cost x query rows x keys in whole blocks. So long
+// sequences get large tiles. Few queries get small ones, which more SMs share.
 ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiprocessors) {
   ChoiceSm90 best;
   double least = std::numeric_limits<double>::infinity();

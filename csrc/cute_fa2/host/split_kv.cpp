@@ -20,7 +20,7 @@ struct KeyBlocks {
   }
 };
 
-// Rounds of tiles on the busiest SM, `at_a_time`.
+// Rounds on the busiest SM, which runs `at_a_time` tiles together.
 double rounds(int64_t tiles, int at_a_time, int multiprocessors) {
   constexpr double kPartlyFilled = 0.7;  // of a round that does not fill the SM
   const int64_t on_one = ceil_div(tiles, multiprocessors);
@@ -29,7 +29,7 @@ double rounds(int64_t tiles, int at_a_time, int multiprocessors) {
 
 SplitKV best_splits(const FwdParams& params, const SplitCost& cost, const KeyBlocks& blocks,
                     int multiprocessors) {
-  constexpr int64_t kMaxRounds = 4;  // of CTAs that have an SM for themselves
+  constexpr int64_t kMaxRounds = 4;  // as many splits as give an SM 1, 2, 3 or 4 tiles
   const double unsplit = cost.rounds_unsplit * (blocks.count * blocks.keys + cost.tile);
   SplitKV best;
   double least = 0.75 * unsplit;

@@ -51,8 +51,8 @@ TailSplit TailSplit::make(const FwdParams& params, int block_m, int64_t tiles, i
   // tiles that are fewer than the CTAs are.
   tail.tail_tiles = params.is_full() || tiles < ctas ? tiles % ctas : 0;
   tail.whole_tiles = tiles - tail.tail_tiles;  // fault: tile-missing
-  // Subtiles as small as leaves a CTA for each. Two subtiles of a triangle's tile may need a second
-  // round: a CTA that has a long one there has a short one, too.
+  // Subtiles are as small as leaves a CTA for each. A triangle's two may be more than the CTAs:
+  // whoever has a long one then has a short one, too.
   do {
     tail.subtile_rows += kConsumerRows;
     tail.subtiles = static_cast<int>(ceil_div(block_m, tail.subtile_rows));
@@ -158,8 +158,8 @@ struct HeadGroups {
   }
 
  private:
-  // Whether tiles differ much, by a mask or in a short head's last one, and a group has at least
-  // 5/4 tiles for each CTA. With less, some CTAs would have none.
+  // Whether tiles differ much (by a mask, or in a short head's last one) and a group has 5/4 tiles
+  // or more for each CTA. With fewer, some CTAs would have none.
   static bool fills_ctas(const PersistentGrid& p, int kv_head_group) {
     const bool differ =
         !p.tiles_are_equal() && (!p.grid.params.is_full() || p.grid.m_blocks() <= 6);

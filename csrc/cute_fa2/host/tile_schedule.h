@@ -60,7 +60,7 @@ struct TailSplit {
   static TailSplit none(int64_t tiles, int block_m) { return {tiles, 0, 1, block_m}; }
   static TailSplit make(const FwdParams& params, int block_m, int64_t tiles, int64_t ctas);
 
-  // The time of the busiest CTA, in rows of a whole tile by all keys.
+  // The busiest CTA's time. The unit is one row of a whole tile times all keys.
   double time(const FwdParams& params, int block_m, int64_t ctas) const;
 
   int64_t work_tiles() const { return whole_tiles + tail_tiles * subtiles; }

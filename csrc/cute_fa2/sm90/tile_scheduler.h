@@ -17,15 +17,15 @@ namespace flash_cute::sm90 {
 struct WorkTile {
   int row0, row_end;  // its query rows; consumers beyond them have nothing to do
   int head;           // as tiles count heads (GqaLayout)
-  int batch;          // of results: split * params.batch + the sequence
+  int batch;          // of results: split * params.batch + the entry of the batch
 };
 
 // Tiles are shared out in rounds. Every other round runs backwards over the CTAs: a CTA that had a
 // long tile gets a short one next.
 //
-// SchedulePolicy::kHeadGroups schedules each head group anew, in pairs: the second of a pair begins
-// backwards. If both have as many rounds, the CTAs that had no tile in the first one's last round
-// have one in the second's. The next pair begins at another CTA.
+// SchedulePolicy::kHeadGroups starts each head group anew. Every second group starts backwards: the
+// CTAs that had no tile in the last round before then come first. Each pair of groups starts at
+// another CTA.
 class PersistentTileScheduler {
  public:
   PersistentTileScheduler(const TileSchedule& schedule, const PackGqa& pack_gqa, int batch)
@@ -84,9 +84,9 @@ class PersistentTileScheduler {
     return static_cast<unsigned>(index) < static_cast<unsigned>(count_);
   }
 
-  // Which split of the keys a tile has, and of which sequence.
+  // Which split of the keys a tile has, and of which entry of the batch.
   CUTE_DEVICE int split(WorkTile tile) const { return decoder_.per_batch().div(tile.batch); }
-  CUTE_DEVICE int sequence(WorkTile tile) const { return decoder_.per_batch().rem(tile.batch); }
+  CUTE_DEVICE int batch_of(WorkTile tile) const { return decoder_.per_batch().rem(tile.batch); }
 
   // Its rows may end behind those of the sequence; a subtile may have none of them.
   CUTE_DEVICE WorkTile tile(int index) const {

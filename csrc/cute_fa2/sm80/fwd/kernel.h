@@ -22,7 +22,8 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm80::Arguments;
-  // As many as are faster. With more, ptxas finds a worse order of instructions, or spills.
+  // Addresses that the K/V source keeps in registers: as many as make the kernel faster. With more,
+  // ptxas finds a worse order of instructions, or spills.
   static constexpr KeptAddresses kKeptAddresses =
       Traits::kPipelinedQk                                    ? KeptAddresses::kThreadAndTarget
       : kMask == MaskKind::kBanded && Traits::kHeadDim >= 128 ? KeptAddresses::kThread

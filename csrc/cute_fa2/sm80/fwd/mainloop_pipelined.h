@@ -153,9 +153,9 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     }
   }
 
-  // P = exp2(S) and O += P V of this block, and with kHasNext S = Q K^T of the next in the place of
+  // P = exp2(S) and O += P V of this block. With kHasNext, S = Q K^T of the next takes the place of
   // the scores. It goes by pieces of 16 keys. One piece has its products while the next has its
-  // exponentials. The fence between pieces is a branch; without it ptxas takes all exponentials
+  // exponentials. The fence between pieces is a branch. Without it ptxas takes all exponentials
   // first, and all of S last.
   template <class Rows, bool kHasNext, class Out>
   CUTE_DEVICE void softmax_and_gemms(unsigned thread, int n_block,

@@ -28,8 +28,8 @@ struct FwdTraits {
   static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kThreads = kConfig.threads();
-  // CTAs that the launch bounds ask an SM to have registers for; 0 asks nothing. ptxas then spends
-  // registers up to the last, in another order of instructions: measured, notes/sm80_forward.md.
+  // CTAs that the launch bounds ask an SM to have registers for; 0 asks nothing. With 2, ptxas uses
+  // registers to the last and orders instructions differently (measured, notes/sm80_forward.md).
   static constexpr int kMinCtas = kConfig.head_dim <= 128 ? 2 : 0;
   static constexpr bool kPipelinedQk = kConfig.pipelined_qk;
   static constexpr int kStages = kConfig.stages();

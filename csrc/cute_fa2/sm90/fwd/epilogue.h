@@ -44,7 +44,8 @@ struct FwdEpilogue {
     auto words = make_tensor<uint32_t>(  // two columns each: (2 rows, kHeadDimV / 8)
         Int<decltype(size(tOrO))::value / 2>{});
     convert_to_words<ElementOut>(tOrO, words);
-    // Of 16 columns, the chunk of 8 that this lane names, as the first of the strip lies.
+    // Where this lane's chunk of columns 0 to 15 lies. The swizzle is an XOR, so `first ^ column`
+    // gives that of later columns.
     const int first = typename Traits::SmemLayoutO{}(lane % 16, lane / 16 * 8);
     CUTE_UNROLL
     for (int strip = 0; strip < Traits::kHeadDimV / kStripV; ++strip) {
@@ -73,7 +74,7 @@ struct FwdEpilogue {
     }
   }
 
-  // The result of a split: O in fp32, and the rows' statistics, by row predicates.
+  // The result of a split: O in fp32, and the rows' statistics.
   template <class Out, class Softmax>
   static CUTE_DEVICE void run_split(const Arguments& arguments, WorkTile tile, int row0,
                                     const Sequence& sequence, Out& tOrO, const Softmax& softmax) {

@@ -163,7 +163,8 @@ class FwdMainloop {
     apply_mask(first_block);
     softmax.start(scores);
     auto bounds = softmax.bounds();
-    int updated = -1;  // the last block after the first that has changed limits
+    // The newest block that raised a limit. O lacks that raise: its product was in flight.
+    int updated = -1;
     CUTE_NO_UNROLL
     for (int n_block = first_block;; --n_block) {
       softmax.apply_exp2(scores, bounds);
@@ -189,7 +190,7 @@ class FwdMainloop {
       // Without a mask only the last keys may be cut off, and they come first.
       if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
       if (platform::any_in_warp(softmax.may_exceed(scores, bounds)) &&
-          softmax.update_limits(scores, true, false)) {
+          softmax.update_limits(scores, /*may_exceed=*/true, /*is_first=*/false)) {
         bounds = softmax.bounds();
         updated = n_block - 1;
       }

@@ -38,7 +38,7 @@ struct Pipeline {
   static CUTE_DEVICE Sequence sequence(const Arguments& arguments, WorkTile tile) {
     const FwdParams& params = arguments.params;
     if constexpr (Traits::kSplitKV) {
-      return Sequence(params, arguments.scheduler.sequence(tile), arguments.scheduler.split(tile));
+      return Sequence(params, arguments.scheduler.batch_of(tile), arguments.scheduler.split(tile));
     } else {
       return Sequence(params, tile.batch);
     }

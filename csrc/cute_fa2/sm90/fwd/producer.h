@@ -43,8 +43,8 @@ class FwdProducer {
     tile.row_end = cute::min(tile.row_end, pack_gqa.rows(sequence.len_q));
     if (tile.row0 >= tile.row_end) return;
     const BlockRange blocks = Pipeline::blocks_of(arguments_, tile);
-    const int batch = Traits::kSplitKV ? arguments_.scheduler.sequence(tile) : tile.batch;
-    // In the order in which the consumers need them: K, Q; then the next K before V.
+    const int batch = Traits::kSplitKV ? arguments_.scheduler.batch_of(tile) : tile.batch;
+    // K first: the stage of Q may still be in use. Then each next K before V.
     load_k(tile.head, batch, sequence, blocks.end - 1);
     CUTE_UNROLL
     for (int i = 0; i < kConsumers; ++i) {
