@@ -79,8 +79,8 @@ def attention(
     band = reference.band_of(q, k, False, window_left, window_right, diagonal_offset)
 
     dtype, holds_scores = _precision(q, k, softmax_scale)
-    # Otherwise a score may be infinite. PyTorch's kernel adds its mask, so such a key would reach rows
-    # that do not see it (inf + -inf is NaN). It takes a row of -inf for empty.
+    # Otherwise a score may be infinite. PyTorch's kernel adds its mask, so such a key would reach
+    # rows that do not see it (inf + -inf is NaN). It takes a row of -inf for empty.
     if not holds_scores:
         exact_out, exact_lse = reference.attention_blockwise(
             *(q, k, v),
