@@ -228,11 +228,13 @@ def test_double_backward_by_dout_is_refused():
 
 def test_double_backward_is_refused_within_compiled_code():
     x = inputs(requires_grad=False)[0]
+    # Older ones stop at an assertion of Dynamo's.
+    message = "a second derivative" if torch.__version__ >= (2, 13) else None
     for nested in ("grad of grad", "jacrev of jacrev"):
         second = torch.compile(
             functools.partial(DOUBLE[nested], self_attention_loss), backend="eager"
         )
-        with pytest.raises(Exception, match="a second derivative"):  # of a class of Dynamo's
+        with pytest.raises(Exception, match=message):  # of a class of Dynamo's
             second(x)
 
 
@@ -356,7 +358,7 @@ def _process(rank: int, port: int) -> None:
     expected(x).square().mean().backward()
     for parallel in (torch.nn.parallel.DistributedDataParallel, fully_shard):
         block = Block()
-        wrapped = parallel(block)
+        wrapped = parallel(block, **({"mesh": mesh} if parallel is fully_shard else {}))
         wrapped(x[2 * rank : 2 * rank + 2]).square().mean().backward()
         for a, b in zip(block.parameters(), expected.parameters(), strict=True):
             gradient = a.grad.full_tensor() if parallel is fully_shard else a.grad
