@@ -24,8 +24,8 @@ CUTE_DEVICE void tma_load_rows(const CUtensorMap& map, const View& view, Element
 }
 
 // Dense (batch, heads, rows, columns) tensors, by TMA. Rows past the last key lie outside of the
-// map and become zeros: their weight is 0, but 0 x NaN would be NaN. (Packed sequences have
-// neighbours there, so theirs needs another map of V.)
+// map and become zeros: their weight is 0, but 0 x NaN would be NaN. (With sequences of several
+// lengths in one tensor, the next would lie there. V would need another map.)
 template <class Traits>
 class TmaDenseKV {
   using Element = typename Traits::Element;

@@ -114,7 +114,7 @@ class FwdMainloopBase {
                        typename Traits::SmemLayoutVt{});
   }
 
-  // All rows of a block but the last exist.
+  // Only the last block may lack rows.
   template <bool kIsWhole = true>
   CUTE_DEVICE void load_k(int n_block) const {
     kv_source_.template load_k<kIsWhole>(n_block, sK(n_block));

@@ -112,9 +112,9 @@ class FwdMainloop {
     }
   }
 
-  // Waits for a stage and releases it unread. All lanes have to be past the wait first. After the
-  // release the barrier may go on by two phases. A lane that looked only then would see the old
-  // parity and wait for ever. (Elsewhere the lanes meet at a product in between.)
+  // Waits for a stage and releases it unread. All lanes have to be past the wait first. Once it is
+  // released, the stage may be filled again. A lane that looked only then would see the old parity
+  // and wait for ever. (Elsewhere the lanes meet at a product in between.)
   static CUTE_DEVICE void consumer_skip(hopper::Barrier& full, hopper::Barrier& empty,
                                         KVState& state) {
     full.wait(state.parity);
