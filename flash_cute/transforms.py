@@ -93,16 +93,15 @@ def _vmap_of(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
     def rule(
         info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, **keywords: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        def fold(x: Tensor | None, dim: int | None) -> Tensor | None:
+        def mapped_first(x: Tensor | None, dim: int | None) -> Tensor | None:
             if x is None:
                 return None
-            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            return x.flatten(0, 1)
+            return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-        results = op(*map(fold, tensors, in_dims), **keywords)
-        size = info.batch_size
-        unfolded = tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in results)
-        return unfolded, (0,) * len(results)
+        mapped = [mapped_first(x, dim) for x, dim in zip(tensors, in_dims, strict=False)]
+        sizes = next(x.shape[:2] for x in mapped if x is not None)
+        results = op(*(None if x is None else x.flatten(0, 1) for x in mapped), **keywords)
+        return tuple(x.unflatten(0, sizes) for x in results), (0,) * len(results)
 
     return rule
 

@@ -188,6 +188,15 @@ def test_torch_func(name):
     assert_close(TRANSFORMS[name](*(x.detach() for x in qkv)), expected)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 4, 9, 8), (3, 0, 4, 9, 8)])
+def test_vmap_of_nothing(shape):
+    x = torch.randn(shape, requires_grad=True)
+    out, lse = torch.vmap(flash_cute.forward)(x, x, x)
+    assert out.shape == shape and lse.shape == shape[:4]
+    (out.sum() + lse.sum()).backward()
+    assert x.grad.shape == shape
+
+
 def test_gradients_from_outside_of_vmap():
     """There a tensor does not say that it requires a gradient."""
     q, k, v = inputs()

@@ -58,7 +58,8 @@ TailSplit TailSplit::make(const FwdParams& params, int block_m, int64_t tiles, i
     tail.subtiles = static_cast<int>(ceil_div(block_m, tail.subtile_rows));
   } while (tail.subtiles > (params.is_triangle() ? 2 : 1) &&
            tail.subtiles * tail.tail_tiles > ctas);
-  return tail;
+  const bool is_split = tail.tail_tiles > 0 && tail.subtiles > 1;
+  return is_split ? tail : none(tail.whole_tiles + tail.tail_tiles, block_m);
 }
 
 double TailSplit::time(const FwdParams& params, int block_m, int64_t ctas) const {

@@ -53,7 +53,7 @@ struct TileOrder {
 // and the subtile's share of it (notes/sm90_forward.md).
 struct TailSplit {
   int64_t whole_tiles;
-  int64_t tail_tiles;  // tiles that are split
+  int64_t tail_tiles;  // tiles that are split; 0 if none is
   int subtiles;        // of each of them
   int subtile_rows;    // of each but the last
 
