@@ -2,15 +2,17 @@
 
 `why_not(case, device)` says in a few words why a provider cannot take a case (None: it can);
 `bind(case, q, k, v)` does everything that is not to be timed (masks, compilation) and returns the
-call to be timed. What only the run itself can tell (a backend that refuses) is an exception there.
+forward. What only the run itself can tell (a backend that refuses) is an exception there.
+`bind_op` makes of it the call to be timed, which may be a backward.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.cases import Case
 
-#: out, and softmax_lse where the provider returns it.
-Result = tuple[torch.Tensor, torch.Tensor | None]
+#: out, and softmax_lse where the provider returns it; of a backward dq, dk and dv.
+Result = tuple[Any, ...]
 Call = Callable[[], Result]
 Bind = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Call]
 
@@ -38,6 +40,22 @@ class Provider:
     pinned: Callable[[], AbstractContextManager[object]] = nullcontext
     #: flash_cute as it is built, whichever kernels are chosen: a wrong result is ours.
     is_ours: bool = False
+
+
+def bind_op(provider: Provider, case: Case, tensors: Sequence[torch.Tensor]) -> Call:
+    """The call to be timed for what `make_inputs` drew: a forward, a backward, or both."""
+    if case.op == "fwd":
+        return provider.bind(case, *tensors)
+    *qkv, dout = tensors
+    inputs = [x.detach().requires_grad_() for x in qkv]
+    forward = torch.enable_grad()(provider.bind(case, *inputs))
+    with provider.pinned():
+        out = forward()[0]
+    # In the order in which `out` lies: else some providers copy it.
+    dout = torch.empty_like(out).copy_(dout)
+    if case.op == "fwdbwd":
+        return lambda: torch.autograd.grad(forward()[0], inputs, dout)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
 # -- flash_cute ----------------------------------------------------------------------------------
@@ -102,10 +120,13 @@ def _sdpa(name: str, about: str, backend: SDPBackend, head_dim_limit: int = 0) -
 
 def _bind_flex(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     import torch._dynamo
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # One compilation a shape; forgetting the earlier ones keeps below Dynamo's recompile limit.
     torch._dynamo.reset()
+    # A backward that runs again must not reuse the memory of what it reads.
+    torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
     diagonal = case.kv_len - case.q_len
 
@@ -129,6 +150,8 @@ def _triton_why_not(case: Case, device: torch.device) -> str | None:
         return "needs a GPU"
     if case.dtype == "fp32":
         return "fp16 and bf16 only"
+    if case.op != "fwd":
+        return "forward only"
     return None
 
 

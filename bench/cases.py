@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+#: What a call computes, and its products Nq x Nk x D of a head.
+OPS = {"fwd": 2, "bwd": 5, "fwdbwd": 7}
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Case:
     dtype: str = "bf16"
     #: Order in memory: "bhnd" (dense) or "bnhd" (a projection's output, heads transposed).
     layout: str = "bhnd"
+    #: "fwd", "bwd" (of a forward that has run) or "fwdbwd" (both).
+    op: str = "fwd"
 
     @property
     def name(self) -> str:
@@ -36,8 +40,10 @@ class Case:
         if self.kv_len != self.q_len:
             length = f"Nq{self.q_len} Nk{self.kv_len}"
         mask = "causal" if self.causal else "full"
-        layout = "" if self.layout == "bhnd" else f" {self.layout}"
-        return f"{self.dtype} B{self.batch} {length} {heads} D{self.head_dim} {mask}{layout}"
+        rest = (f" {self.layout}" if self.layout != "bhnd" else "") + (
+            f" {self.op}" if self.op != "fwd" else ""
+        )
+        return f"{self.dtype} B{self.batch} {length} {heads} D{self.head_dim} {mask}{rest}"
 
     @property
     def scale(self) -> float:
@@ -57,11 +63,12 @@ class Case:
         return rows * self.kv_len - rows * (rows - 1) // 2
 
     def flops(self) -> int:
-        """4 B H Nq Nk D; for causal half of that if Nq = Nk (the field's convention), else the
-        exact count of visible pairs."""
+        """4 B H Nq Nk D, of a backward 10; for causal half of that if Nq = Nk (the field's
+        convention), else the exact count of visible pairs."""
+        work = OPS[self.op] * self.batch * self.heads * self.head_dim
         if self.causal and self.q_len == self.kv_len:
-            return 2 * self.batch * self.heads * self.q_len * self.kv_len * self.head_dim
-        return 4 * self.batch * self.heads * self.visible_pairs() * self.head_dim
+            return work * self.q_len * self.kv_len
+        return 2 * work * self.visible_pairs()
 
     def kv_bytes(self) -> int:
         """Bytes of K and V, each read once: what decoding has to move."""
@@ -72,10 +79,9 @@ class Case:
         return {"name": self.name, **asdict(self)}
 
 
-def make_inputs(
-    case: Case, device: torch.device, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random normal q, k, v, drawn on the device. Never zeros: they run faster than real data."""
+def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Random normal q, k, v, and for a backward dout, drawn on the device. Never zeros: they run
+    faster than real data."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(heads: int, length: int) -> torch.Tensor:
@@ -86,11 +92,8 @@ def make_inputs(
         x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         return x.transpose(1, 2) if bnhd else x
 
-    return (
-        draw(case.heads, case.q_len),
-        draw(case.kv_heads, case.kv_len),
-        draw(case.kv_heads, case.kv_len),
-    )
+    q, kv = (case.heads, case.q_len), (case.kv_heads, case.kv_len)
+    return tuple(draw(*size) for size in ((q, kv, kv) if case.op == "fwd" else (q, kv, kv, q)))
 
 
 def square(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
@@ -170,7 +173,31 @@ def tuning() -> Iterator[Case]:
                 yield square(16384 // length, length, 2048 // head_dim, head_dim, causal)
 
 
+def peers_backward() -> Iterator[Case]:
+    """The 14 points whose backward has been measured of peers that are not here, too."""
+    for head_dim, length in ((64, 1024), (64, 4096), (64, 16384), (128, 1024), (128, 4096),
+                             (128, 16384), (256, 4096)):  # fmt: skip
+        for causal in (False, True):
+            yield square(16384 // length, length, 2048 // head_dim, head_dim, causal, op="bwd")
+
+
+def bwd() -> Iterator[Case]:
+    """The backward: those 14; then short ones, the other head dims, and shared key heads."""
+    yield from peers_backward()
+    for head_dim, length in ((64, 512), (128, 512), (32, 4096), (96, 4096), (192, 4096)):
+        for causal in (False, True):
+            yield square(16384 // length, length, 2048 // head_dim, head_dim, causal, op="bwd")
+    for batch, kv_heads in ((4, 8), (1, 1)):
+        for causal in (False, True):
+            yield square(batch, 4096, 32, 128, causal, kv_heads=kv_heads, op="bwd")
+
+
+def fwdbwd() -> Iterator[Case]:
+    """Forward and backward at the same points."""
+    return (replace(case, op="fwdbwd") for case in bwd())
+
+
 SUITES = {
     suite.__name__: suite
-    for suite in (train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning)
+    for suite in (train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning, bwd, fwdbwd)
 }

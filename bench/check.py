@@ -67,3 +67,44 @@ def check(
     for row in checked.values():
         row["correct"] = row["correct"] and row["error"] <= row["error_bound"]
     return checked
+
+
+@torch.no_grad()
+def check_gradients(
+    case: Case,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    results: Mapping[str, Result],
+    limit: int = PIECE,
+) -> dict[str, dict[str, Any]]:
+    """Per provider, of dq, dk and dv: `errors`, `error_bounds`; and whether all are `correct`. A
+    piece has key heads with their query heads, at least one of a batch entry."""
+    from flash_cute import tolerance
+
+    group = case.heads // case.kv_heads
+    step = max(1, limit // (group * case.q_len * case.kv_len))
+    found: dict[str, list[tolerance.GradientComparison]] = {name: [] for name in results}
+    for b in range(case.batch):
+        for first in range(0, case.kv_heads, step):
+            kv = slice(b, b + 1), slice(first, first + step)
+            of_q = slice(b, b + 1), slice(first * group, (first + step) * group)
+            inputs = dout[of_q], q[of_q], k[kv], v[kv]
+            for name, (dq, dk, dv) in results.items():
+                gradients = dq[of_q], dk[kv], dv[kv]
+                found[name].append(
+                    tolerance.compare_gradients(gradients, *inputs, case.causal, case.scale)
+                )
+    checked = {}
+    for name, of_pieces in found.items():
+        whole = tolerance.GradientComparison(
+            tuple(map(max, zip(*(piece.errors for piece in of_pieces), strict=True))),
+            tuple(map(max, zip(*(piece.bounds for piece in of_pieces), strict=True))),
+        )
+        checked[name] = {
+            "errors": whole.errors,
+            "error_bounds": whole.bounds,
+            "correct": whole.passed,
+        }
+    return checked

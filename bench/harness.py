@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from bench import check as checking
-from bench.baselines import Call, Provider
+from bench.baselines import Call, Provider, bind_op
 from bench.cases import Case, make_inputs
 from bench.environment import sm_clock
 
@@ -130,7 +130,7 @@ class Runner:
 def prepare(
     provider: Provider,
     case: Case,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tensors: Sequence[torch.Tensor],
     options: Options,
 ) -> Runner:
     """Bind, run once and look whether it works at all."""
@@ -142,7 +142,7 @@ def prepare(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            runner.call = provider.bind(case, *tensors)
+            runner.call = bind_op(provider, case, tensors)
             with provider.pinned():
                 runner.call()
             if options.device.type == "cuda":
@@ -170,7 +170,8 @@ def measure(
             assert runner.call is not None
             with runner.provider.pinned():
                 results[runner.provider.name] = runner.call()
-        errors = checking.check(case, *tensors, results)
+        check = checking.check if case.op == "fwd" else checking.check_gradients
+        errors = check(case, *tensors, results)
         del results
         for runner in working:
             runner.row |= errors[runner.provider.name]
@@ -212,5 +213,5 @@ def finish_row(row: Row, case: Case, samples: list[list[float]], iters: int) -> 
         "iters": iters,
         "tflops": case.flops() / ms * 1e-9,
     }
-    if case.q_len == 1:
+    if case.q_len == 1 and case.op == "fwd":
         row["gbps"] = case.kv_bytes() / ms * 1e-6

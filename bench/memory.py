@@ -1,8 +1,10 @@
-"""Peak extra memory of a forward, beyond its inputs, beside what out and LSE need."""
+"""Peak extra memory of a forward, or of a training step, beyond its inputs, beside what its
+results need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,20 +22,20 @@ CASES = (
 
 
 def output_bytes(case: Case) -> int:
-    """out in the inputs' dtype and softmax_lse in fp32."""
+    """out in the inputs' dtype and softmax_lse in fp32; dq, dk and dv."""
     rows = case.batch * case.heads * case.q_len
-    return rows * case.head_dim * DTYPES[case.dtype].itemsize + rows * 4
+    of_q = rows * case.head_dim * DTYPES[case.dtype].itemsize
+    by_op = {"fwd": of_q + rows * 4, "bwd": of_q + case.kv_bytes()}
+    return sum(size for op, size in by_op.items() if op in case.op)
 
 
 @torch.no_grad()
-def measure_memory(
-    providers: Sequence[Provider], options: Options, cases: Sequence[Case] = CASES
-) -> list[Row]:
+def measure_memory(providers: Sequence[Provider], options: Options, op: str = "fwd") -> list[Row]:
     """A row per case and provider; `extra_bytes` is what the allocator's peak rose by."""
     if options.device.type != "cuda":
         raise ValueError("peak memory is read from the GPU's allocator: there is no GPU here")
     rows = []
-    for case in cases:
+    for case in [replace(case, op=op) for case in CASES]:
         tensors = make_inputs(case, options.device, options.seed)
         for provider in providers:
             runner = prepare(provider, case, tensors, options)  # and its one-time allocations

@@ -54,9 +54,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     meta = result["meta"]
     dtypes = ", ".join(sorted({row["dtype"] for row in rows}))
+    op_names = {"fwd": "forward", "bwd": "backward", "fwdbwd": "forward and backward"}
+    ops = ", ".join(sorted({op_names[row.get("op", "fwd")] for row in rows}))
     where = meta.get("gpu") or f"{meta.get('device')}, wall clock"
     figure.suptitle(
-        f"Attention forward, {dtypes}, {where}, torch {meta.get('torch')} "
+        f"Attention {ops}, {dtypes}, {where}, torch {meta.get('torch')} "
         f"({meta.get('suite') or 'custom'}, {meta.get('date', '')[:10]})",
         fontsize=11,
     )

@@ -76,6 +76,12 @@ SECTIONS = (
         "with the keys in at most 4 splits, whatever it would choose. GB/s count K and V once.",
         ("decode",),
     ),
+    Section(
+        "Backward",
+        "bf16. Of the first 14 points the means come apart.",
+        ("bwd", "bwd_h100"),
+    ),
+    Section("Forward and backward", "At the same points.", ("fwdbwd", "fwdbwd_h100")),
     Section("All providers", "One shape.", ("peers",)),
     Section(
         "Tiles for 99 KB",
@@ -98,6 +104,18 @@ SECTIONS = (
         ("memory",),
         tables.memory,
     ),
+    Section(
+        "Memory of a training step",
+        "The same of a forward and its backward. The results are out, LSE and the gradients.",
+        ("memory_fwdbwd",),
+        tables.memory,
+    ),
+    Section(
+        "Accuracy of gradients",
+        'Errors against the formula in fp64. Here "to fa2" is our error as a multiple of theirs.',
+        ("accuracy",),
+        tables.accuracy,
+    ),
 )
 
 
@@ -107,6 +125,8 @@ SUMMARY: tuple[tuple[str, str, tuple[str, ...], tuple[str | None, str | None]], 
     ("{} points, the sm80 kernels", "sm80", ("fa2",), ("train_h100", "train")),
     ("one prompt, {} points", "flash_cute", ("fa2", "cudnn"), ("prefill", None)),
     ("decoding, {} points", "flash_cute", ("fa2", "cudnn"), ("decode", None)),
+    ("backward, {} points", "flash_cute", ("fa2", "cudnn"), ("bwd_h100", "bwd")),
+    ("forward and backward, {} points", "flash_cute", ("fa2", "cudnn"), ("fwdbwd_h100", "fwdbwd")),
 )
 
 
@@ -126,9 +146,11 @@ def source(result: Result) -> str:
 
 
 def document(results: Path = RESULTS) -> str:
-    """bench/RESULTS.md: each section's files, if they are there."""
+    """bench/RESULTS.md: the sections whose files are there."""
     text = INTRODUCTION
     for section in SECTIONS:
+        if not any((results / f"{name}.json").exists() for name in section.files):
+            continue
         text += f"\n## {section.title}\n"
         text += f"\n{section.text}\n" if section.text else ""
         for name in section.files:
@@ -146,12 +168,16 @@ def document(results: Path = RESULTS) -> str:
 
 
 def readme(results: Path = RESULTS) -> str:
-    """README's table: how many times as fast as its peers, geometric mean and lowest, by GPU."""
+    """README's table: how many times as fast as its peers, geometric mean and lowest, by GPU; of
+    the files that are there."""
     lines = []
     for text, ours, peers, files in SUMMARY:
-        rows = [load(results / f"{name}.json")["rows"] if name else [] for name in files]
+        paths = [results / f"{name}.json" for name in files]
+        rows = [load(path)["rows"] if path.exists() else [] for path in paths]
         for peer in peers:
             known = [tables.ratios(of_gpu, peer, ours).values() for of_gpu in rows]
+            if not any(known):
+                continue
             cells = [f"{tables.geometric_mean(k):.2f} ({min(k):.2f})" if k else "-" for k in known]
             points = text.format(max(map(len, known)))
             lines.append([f"{points}, beside {tables.label(peer)}", *cells])

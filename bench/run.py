@@ -5,10 +5,12 @@
     python -m bench.run --suite train --json bench/results/train.json
     python -m bench.run --suite decode --tuning splits=1 splits=4
     python -m bench.run --host-time
+    python -m bench.run --suite bwd --check
     python -m bench.run --memory
+    python -m bench.run --accuracy --baselines fa2
 
 With --suite, the shape options pick from the suite: --suite tuning --D 128 --causal.
---host-time and --memory have cases of their own.
+--host-time, --memory and --accuracy have cases of their own.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ import torch
 from tqdm import tqdm
 
 from bench import environment, tables
+from bench.accuracy import measure_accuracy
 from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, tuned
-from bench.cases import DTYPES, SUITES, Case
+from bench.cases import DTYPES, OPS, SUITES, Case
 from bench.harness import Options, Row, Timer, default_device, measure, wake_up
 from bench.host_time import measure_host_time
 from bench.memory import measure_memory
@@ -90,8 +93,13 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--dtype", choices=DTYPES, help="default bf16; a suite's own is replaced")
     what.add_argument("--layout", choices=("bhnd", "bnhd"),
                       help="order in memory (default bhnd); a suite's own is replaced")  # fmt: skip
-    what.add_argument("--host-time", action="store_true", help="host time of a call instead")
-    what.add_argument("--memory", action="store_true", help="peak extra memory instead")
+    what.add_argument(
+        "--op", choices=OPS, help="default fwd; replaces a suite's, and that of --memory"
+    )
+    other = what.add_mutually_exclusive_group()
+    other.add_argument("--host-time", action="store_true", help="host time of a call instead")
+    other.add_argument("--memory", action="store_true", help="peak extra memory instead")
+    other.add_argument("--accuracy", action="store_true", help="errors of gradients instead")
 
     how = parser.add_argument_group("how")
     how.add_argument("--baselines", type=provider_names, metavar="A,B",
@@ -127,7 +135,7 @@ def select_cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> l
         return [
             Case(
                 args.B or 4, heads, kv_heads, length, args.Nk or length, args.D or 128,
-                bool(args.causal), args.dtype or "bf16", args.layout or "bhnd",
+                bool(args.causal), args.dtype or "bf16", args.layout or "bhnd", args.op or "fwd",
             )
         ]  # fmt: skip
     wanted = {
@@ -142,7 +150,8 @@ def select_cases(parser: argparse.ArgumentParser, args: argparse.Namespace) -> l
     ]
     if not cases:
         parser.error(f"no case of suite {args.suite} has {wanted}")
-    replaced = {key: getattr(args, key) for key in ("dtype", "layout") if getattr(args, key)}
+    keys = ("dtype", "layout", "op")
+    replaced = {key: getattr(args, key) for key in keys if getattr(args, key)}
     return [dataclasses.replace(case, **replaced) for case in cases]
 
 
@@ -160,8 +169,6 @@ def check_arguments(
 ) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
-    if args.host_time and args.memory:
-        parser.error("--host-time and --memory are two runs")
     if args.memory and device.type != "cuda":
         parser.error("--memory reads the GPU's allocator: it needs --device cuda")
     if args.tuning and device.type != "cuda":
@@ -230,7 +237,8 @@ def main(argv: list[str] | None = None) -> int:
     meta |= {"suite": args.suite, "rounds": args.rounds}
     meta["commit"] = meta["commit"] or args.commit
     result: dict[str, Any] = {"meta": meta, "rows": []}
-    what = "host time" if args.host_time else "memory" if args.memory else f"{len(cases)} case(s)"
+    options_of_what = ("host_time", "memory", "accuracy")
+    what = next((x for x in options_of_what if getattr(args, x)), f"{len(cases)} case(s)")
     names = ", ".join(provider.name for provider in providers)
     print(f"{meta.get('gpu', 'CPU, wall clock')}, torch {meta['torch']}: {what} of {names}")
 
@@ -239,8 +247,11 @@ def main(argv: list[str] | None = None) -> int:
         result["rows"] = measure_host_time(providers, options)
         text = tables.host_time(result["rows"])
     elif args.memory:
-        result["rows"] = measure_memory(providers, options)
+        result["rows"] = measure_memory(providers, options, op=args.op or "fwd")
         text = tables.memory(result["rows"])
+    elif args.accuracy:
+        result["rows"] = measure_accuracy(providers, options)
+        text = tables.accuracy(result["rows"])
     else:
         run_cases(cases, providers, options, result, args.json)
         text = tables.speed(result["rows"])

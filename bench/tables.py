@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
+
+from bench.cases import peers_backward
 
 Row = dict[str, Any]
 
@@ -21,6 +24,14 @@ LABELS = {
 }
 #: Each row of `speed` has our speed as a multiple of theirs.
 COMPARED = ("fa2", "cudnn")
+#: What `means` says of each measure of a row.
+SENTENCES = {
+    "ms": "is {:.2f}x as fast as",
+    "max_error": "has {:.2f}x the greatest error of",
+    "rmse": "has {:.2f}x the RMSE of",
+}
+#: Of these `means` speaks apart.
+PEERS_BACKWARD = {replace(x, op=op).name for x in peers_backward() for op in ("bwd", "fwdbwd")}
 
 
 def label(provider: str) -> str:
@@ -39,15 +50,20 @@ def providers_of(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row["provider"] for row in rows))
 
 
-def ratio(cells: dict[str, Row], peer: str, ours: str = OURS) -> float | None:
-    """How many times as fast as the peer we are; None where either has no time."""
-    mine, theirs = cells.get(ours, {}).get("ms"), cells.get(peer, {}).get("ms")
-    return theirs / mine if mine and theirs else None
+def ratio(cells: dict[str, Row], peer: str, ours: str = OURS, measure: str = "ms") -> float | None:
+    """How many times as fast as the peer we are, or how many times its error we have; None where
+    either has no such number."""
+    mine, theirs = cells.get(ours, {}).get(measure), cells.get(peer, {}).get(measure)
+    if not mine or not theirs:
+        return None
+    return theirs / mine if measure == "ms" else mine / theirs
 
 
-def ratios(rows: Sequence[Row], peer: str, ours: str = OURS) -> dict[str, float]:
-    """By case, where both have a time."""
-    found = {name: ratio(cells, peer, ours) for name, cells in by_case(rows).items()}
+def ratios(
+    rows: Sequence[Row], peer: str, ours: str = OURS, measure: str = "ms"
+) -> dict[str, float]:
+    """By case, where both have a number."""
+    found = {name: ratio(cells, peer, ours, measure) for name, cells in by_case(rows).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -135,7 +151,28 @@ def memory(rows: Sequence[Row]) -> str:
         + [mib(cells[p].get("extra_bytes")) for p in providers]
         for name, cells in by_case(rows).items()
     ]
-    return grid(["peak extra memory, MiB", "out + LSE", *map(label, providers)], lines)
+    forward = all(row.get("op", "fwd") == "fwd" for row in rows)
+    results = "out + LSE" if forward else "results"
+    return grid(["peak extra memory, MiB", results, *map(label, providers)], lines)
+
+
+def accuracy(rows: Sequence[Row]) -> str:
+    """A line per case and gradient: greatest error and RMSE, and ours as multiples of theirs."""
+    ours, *peers = providers_of(rows)
+
+    def errors(row: Row) -> str:
+        return f"{row['max_error']:.1e} ({row['rmse']:.1e})" if "rmse" in row else "-"
+
+    def multiples(cells: dict[str, Row], peer: str) -> str:
+        greatest, rmse = (ratio(cells, peer, ours, of) for of in ("max_error", "rmse"))
+        return f"{_times(greatest)} ({_times(rmse)})"
+
+    lines = [
+        [name, *(errors(cells[p]) for p in (ours, *peers)), *(multiples(cells, p) for p in peers)]
+        for name, cells in by_case(rows).items()
+    ]
+    header = ["greatest error (RMSE)", *map(label, (ours, *peers)), *(f"to {p}" for p in peers)]
+    return grid(header, lines)
 
 
 def means(rows: Sequence[Row]) -> list[str]:
@@ -143,14 +180,17 @@ def means(rows: Sequence[Row]) -> list[str]:
     ours, *peers = providers_of(rows)
     lines = []
     for peer in peers:
-        known = ratios(rows, peer, ours)
-        if len(known) > 1:
-            low, high = (function(known, key=known.__getitem__) for function in (min, max))
-            lines.append(
-                f"{ours} is {geometric_mean(known.values()):.2f}x as fast as {label(peer)} in the "
-                f"geometric mean of {len(known)} points, {known[low]:.2f}x ({low}) to "
-                f"{known[high]:.2f}x ({high})."
-            )
+        for measure, sentence in SENTENCES.items():
+            every = ratios(rows, peer, ours, measure)
+            first = {name: every[name] for name in every if name in PEERS_BACKWARD}
+            for known in (every, first) if len(first) < len(every) else (every,):
+                if len(known) > 1:
+                    low, high = (function(known, key=known.__getitem__) for function in (min, max))
+                    mean = sentence.format(geometric_mean(known.values()))
+                    lines.append(
+                        f"{ours} {mean} {label(peer)} in the geometric mean of {len(known)} "
+                        f"points, {known[low]:.2f}x ({low}) to {known[high]:.2f}x ({high})."
+                    )
     return lines
 
 

@@ -34,6 +34,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("sanitize.py needs a GPU")
     torch.manual_seed(0)
     # initcheck does not see what TMA stores: to it nobody writes `out` of sm90.
     knows_out = sys.argv[1:] != ["initcheck"]
@@ -46,7 +48,8 @@ def main() -> None:
         heads, heads_kv, len_q, len_k, is_causal = shape
         q = torch.randn(1, heads, len_q, head_dim).to("cuda", dtype)
         k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", dtype)
-        call = functools.partial(ops.fwd, q, k, v, window_right=0 if is_causal else -1)
+        window_right = 0 if is_causal else -1
+        call = functools.partial(ops.fwd, q, k, v, window_right=window_right)
         sm80 = functools.partial(call, softmax_scale=-0.1)
         assert_close(sm80(tuning="arch=80"), sm80(tuning=SMALL_SHARED_MEMORY))
         if len_k > 128:  # more than one block
@@ -57,17 +60,27 @@ def main() -> None:
             if len_k > 128:
                 splits = (sm90(tuning=f"arch=90,splits={count}") for count in (2, 1))
                 assert_close(*splits, knows_out)
+        if shape in SHAPES:
+            dout = torch.randn(q.shape).to("cuda", dtype)
+            dlse = torch.randn(q.shape[:3]).to("cuda") if dtype == torch.float16 else None
+            inputs = dout, q, k, v, *call(tuning="arch=80"), dlse  # initcheck sees this `out`
+            bwd = functools.partial(ops.bwd, *inputs, window_right=window_right)
+            in_order = bwd(deterministic=True)
+            for tuning in ("head_splits=1", SMALL_SHARED_MEMORY):
+                assert_close(bwd(tuning=tuning), in_order)
     print("all calls done")
 
 
 def assert_close(
-    results: tuple[torch.Tensor, torch.Tensor],
-    expected: tuple[torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, ...],
+    expected: tuple[torch.Tensor, ...],
     compares_out: bool = True,
 ) -> None:
-    if compares_out:
-        torch.testing.assert_close(results[0], expected[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(results[1], expected[1], rtol=0, atol=1e-5)
+    """Of an LSE, which is fp32, with less tolerance than of what is rounded."""
+    for index, pair in enumerate(zip(results, expected, strict=True)):
+        rtol, atol = (0.0, 1e-5) if pair[0].dtype == torch.float32 else (2e-2, 2e-2)
+        if index or compares_out:
+            torch.testing.assert_close(*pair, rtol=rtol, atol=atol)
 
 
 if __name__ == "__main__":

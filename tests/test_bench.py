@@ -11,6 +11,7 @@ import torch
 
 import flash_cute
 from bench import (
+    accuracy,
     baselines,
     check,
     compare_wheels,
@@ -24,7 +25,7 @@ from bench import (
     tables,
 )
 from bench.baselines import PROVIDERS
-from bench.cases import SUITES, Case, make_inputs, square
+from bench.cases import OPS, SUITES, Case, make_inputs, square
 from flash_cute import reference
 from flash_cute.ops import build_info
 
@@ -51,6 +52,16 @@ def test_train_suite_is_the_36_points() -> None:
     assert {case.q_len for case in cases} == {512, 1024, 2048, 4096, 8192, 16384}
 
 
+def test_the_backward_begins_with_what_is_known_of_peers() -> None:
+    forward_too = [dataclasses.replace(case, op="bwd") for case in SUITES["fwdbwd"]()]
+    assert forward_too == list(SUITES["bwd"]()) and len(forward_too) == 28
+    rows = [row for row in made_up_rows("bwd") if row["provider"] != "cudnn"]
+    for row in rows[:28]:  # 14 points, one of them of no gain
+        row["ms"] = 1.0 if row["name"] == rows[0]["name"] else row["ms"] * 2
+    every, first = tables.means(rows)
+    assert "mean of 28 points, 1.00x" in every and "mean of 14 points, 1.00x" in first
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_suites_have_no_duplicates(suite: str) -> None:
     cases = list(SUITES[suite]())
@@ -68,6 +79,8 @@ def test_flops_and_bytes() -> None:
     full = square(4, 4096, 16, 128, causal=False)
     assert full.flops() == 4 * 4 * 16 * 4096 * 4096 * 128
     assert dataclasses.replace(full, causal=True).flops() == full.flops() // 2
+    assert dataclasses.replace(full, op="bwd").flops() == full.flops() * 5 // 2
+    assert dataclasses.replace(full, causal=True, op="fwdbwd").flops() == full.flops() * 7 // 4
     continued = Case(1, 2, 1, 10, 100, 64, causal=True)
     assert continued.flops() == 4 * 2 * 64 * sum(range(91, 101))
     assert Case(8, 32, 8, 1, 4096, 128, True).kv_bytes() == 2 * 8 * 8 * 4096 * 128 * 2
@@ -111,16 +124,34 @@ def test_check_finds_wrong_results() -> None:
     assert not errors["lse"]["correct"]
 
 
-def test_rows() -> None:
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_check_of_gradients_finds_wrong_results(kv_heads: int) -> None:
+    case = small(kv_heads=kv_heads, kv_len=40, op="bwd")
+    q, k, v, dout = make_inputs(case, CPU)
+    right = reference.attention_backward(dout, q, k, v, is_causal=True)
+    holed = right[0].clone(), *right[1:]
+    holed[0][1, 2, 3, 4] = torch.nan
+    results = {"right": right, "nan": holed, "shifted": (*right[:2], right[2] + 0.1)}
+    whole = check.check_gradients(case, q, k, v, dout, results)
+    assert [row["correct"] for row in whole.values()] == [True, False, False]
+    pieced = check.check_gradients(case, q, k, v, dout, results, limit=1)
+    for name, row in pieced.items():
+        assert row["correct"] == whole[name]["correct"]
+        assert row["errors"] == pytest.approx(whole[name]["errors"])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rows(op: str) -> None:
     providers = [PROVIDERS[name] for name in ("flash_cute", "fa2", "triton", "math")]
-    rows = {row["provider"]: row for row in harness.measure(small(), providers, FAST)}
+    case = small(op=op)
+    rows = {row["provider"]: row for row in harness.measure(case, providers, FAST)}
     assert rows["triton"]["status"] == "skipped" and rows["triton"]["note"]
     for name in ("flash_cute", "fa2", "math"):
         row = rows[name]
         assert row["status"] == "ok" and row["correct"], row
         assert row["ms"] >= row["ms_min"] > 0 and len(row["round_ms"]) == 2 and row["iters"] == 2
-        assert row["tflops"] == pytest.approx(small().flops() / row["ms"] * 1e-9)
-    assert rows["flash_cute"]["lse_error"] < 1e-5
+        assert row["tflops"] == pytest.approx(case.flops() / row["ms"] * 1e-9)
+    assert op != "fwd" or rows["flash_cute"]["lse_error"] < 1e-5
 
 
 def test_decoding_rows_have_a_bandwidth() -> None:
@@ -221,7 +252,7 @@ def test_iterations_follow_the_budget() -> None:
         ("--dtype fp8", "invalid choice"),
         ("--baselines fa9", "'fa9'"),
         ("--suite train --D 32", "no case"),
-        ("--host-time --memory", "two runs"),
+        ("--host-time --memory", "not allowed with"),
         ("--device cpu --memory", "allocator"),
         ("--device cpu --tuning splits=4", "--tuning is of the GPU's kernels"),
         ("--tuning splits", "not of the form"),
@@ -280,13 +311,23 @@ def test_host_time_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_needs_a_gpu_and_counts_the_results() -> None:
     assert memory.output_bytes(small()) == 2 * 4 * 24 * (16 * 2 + 4)
+    assert memory.output_bytes(small(op="fwdbwd")) == 2 * 4 * 24 * (16 * 2 * 3 + 4)
     with pytest.raises(ValueError, match="no GPU"):
         memory.measure_memory([PROVIDERS["flash_cute"]], FAST)
 
 
-def made_up_rows() -> list[harness.Row]:
+def test_accuracy_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "CASES", [small(op="bwd"), small(q_len=40, op="bwd")])
+    rows = accuracy.measure_accuracy([PROVIDERS["flash_cute"], PROVIDERS["fa2"]], FAST)
+    assert len(rows) == 2 * 3 * 2
+    for row in rows:
+        assert row["status"] == "skipped" or 0 < row["rmse"] < row["max_error"] < 0.1
+    assert "- (-)" in tables.accuracy(rows) and "RMSE of SDPA flash (FA2)" in tables.means(rows)[1]
+
+
+def made_up_rows(suite: str = "train") -> list[harness.Row]:
     rows = []
-    for case in SUITES["train"]():
+    for case in SUITES[suite]():
         for provider, ms in (("flash_cute", 1.0), ("fa2", 1.5), ("cudnn", 0.5)):
             row = {**case.to_dict(), "provider": provider, "status": "ok"}
             harness.finish_row(row, case, [[ms]], 1)
@@ -317,7 +358,7 @@ def test_documents_come_from_the_files(tmp_path: Path) -> None:
 def test_documents_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert results.main(["--check"]) == 0, capsys.readouterr().out
     shown = {f"{name}.json" for section in results.SECTIONS for name in section.files}
-    assert shown == {path.name for path in results.RESULTS.glob("*.json")}
+    assert shown >= {path.name for path in results.RESULTS.glob("*.json")}
 
 
 def test_wheels_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

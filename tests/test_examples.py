@@ -1,6 +1,10 @@
-"""examples/transformer_block.py. (test_transformers.py has the adapter.)"""
+"""transformer_block.py and train_gpt.py of examples/. (test_transformers.py has the adapter.)"""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,3 +40,61 @@ def test_transformer_block_fails_on_a_wrong_attention(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(flash_cute, "forward", wrong)
     assert transformer_block.main(["--device", "cpu", "--H", "2", "--D", "16"]) == 1
+
+
+TINY = "--device cpu --steps 30 --length 32 --batch 4 --layers 2 --heads 2 --width 32 --lr 1e-2"
+
+
+def trained(folder: Path, *words: str) -> dict[str, Any]:
+    pytest.importorskip("matplotlib")
+    from examples import train_gpt
+
+    curve, results = folder / "deep" / "loss.png", folder / "results.json"
+    argv = [*TINY.split(), *words, "--out", str(curve), "--json", str(results)]
+    assert train_gpt.main(argv) == 0
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    return dict(json.loads(results.read_text()))
+
+
+def test_train_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = trained(tmp_path)
+    printed = capsys.readouterr().out
+    assert "tokens a second, peak memory" in printed and "loss on held-out text" in printed
+    assert ours["attention"] == "flash_cute" and len(ours["losses"]) == 30
+    # A guess among 256 bytes has a loss of log 256 = 5.5.
+    assert 5.4 < ours["losses"][0] < 5.8
+    assert ours["losses"][-1] < 4 and ours["held_out_loss"] < 4
+    for attention in ("math", "sdpa"):
+        theirs = trained(tmp_path, "--attention", attention)
+        assert theirs["losses"] == pytest.approx(ours["losses"], abs=0.02)
+        assert theirs["held_out_loss"] == pytest.approx(ours["held_out_loss"], abs=0.02)
+    other = trained(tmp_path, "--seed", "1")
+    assert other["losses"] != pytest.approx(ours["losses"], abs=0.02)
+
+
+def test_train_gpt_ends_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(q: torch.Tensor, *_: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, None]:
+        return q * torch.nan, None
+
+    monkeypatch.setattr(flash_cute, "forward", wrong)
+    with pytest.raises(SystemExit, match="the loss of step 0 is nan"):
+        trained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--heads 3", "--width 32 is no multiple of --heads 3"),
+        ("--width 514", "a head dim is at most 256"),
+        ("--batch 0", "--batch: 0 is not positive"),
+        ("--steps 1", "at least 2"),
+        ("--lr nan", "--lr nan is not positive"),
+        ("--attention fast", "invalid choice: 'fast'"),
+    ],
+)
+def test_train_gpt_refuses(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        trained(tmp_path, *words.split())
+    assert message in capsys.readouterr().err
