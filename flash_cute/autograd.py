@@ -1,5 +1,4 @@
-"""The Autograd keys: the gradient of `fwd` is `bwd`, and that of `bwd` is refused. `bwd` runs on
-the CPU; for CUDA tensors it raises (transforms.py).
+"""The Autograd keys: the gradient of `fwd` is `bwd`, and that of `bwd` is refused.
 
 They are here, and not around the op, so that all of torch's transforms find them: torch.compile
 sees the ops alone, and torch.func differentiates them at its own level. (What

@@ -28,10 +28,6 @@ ARCHS = ("sm80", "sm90")
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 
 #: Why derivatives are refused, and what helps.
-NO_BACKWARD = (
-    "flash_cute.forward has no backward on GPUs yet; call it under torch.no_grad() or on detached "
-    f"tensors, or use {SDPA}"
-)
 NO_DOUBLE_BACKWARD = (
     "a second derivative of flash_cute.forward is taken, and it has first ones alone; use "
     f"{SDPA} under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
@@ -115,12 +111,10 @@ def refusal(
 
 
 def refusal_of_derivatives(q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
-    """As `refusal`, if there is a forward-mode tangent, or a gradient is wanted on a GPU."""
+    """As `refusal`, if there is a forward-mode tangent."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if has_tangent(x):
             return NotImplementedError(f"{name} carries a forward-mode tangent: {NO_TANGENT}")
-        if x.requires_grad and torch.is_grad_enabled() and x.device.type == "cuda":
-            return NotImplementedError(f"{name} takes part in a gradient: {NO_BACKWARD}")
     return None
 
 

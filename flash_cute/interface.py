@@ -48,8 +48,9 @@ def forward(
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
         deterministic: whether the gradients are to be the same bits each time; None follows
-            `torch.are_deterministic_algorithms_enabled()` when they are computed. On the CPU they
-            always are.
+            `torch.are_deterministic_algorithms_enabled()` when they are computed. That takes longer
+            on a GPU, where otherwise q's gradient is summed in any order; those of k and v, and on
+            the CPU all, are always the same.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
             Ampere on) or "sm90" (on Hopper alone, where they are the default).
 
@@ -62,9 +63,9 @@ def forward(
 
         A row that sees no key has out = 0 and softmax_lse = -inf.
 
-        Both results are differentiable in q, k and v, on the CPU; on GPUs not yet. A gradient has
-        the dtype of its tensor and the strides of `torch.empty_like` of it. There are no second
-        derivatives and no forward-mode ones.
+        Both results are differentiable in q, k and v. A gradient has the dtype of its tensor and
+        the strides of `torch.empty_like` of it. There are no second derivatives and no forward-mode
+        ones.
 
     Raises:
         TypeError: an argument's type or dtype is not one of those above.
@@ -73,8 +74,8 @@ def forward(
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this scale.
-        NotImplementedError: an input on a GPU requires grad while grad mode is on, or an input
-            carries a forward-mode tangent. Taking a second derivative raises it, too.
+        NotImplementedError: an input carries a forward-mode tangent. Taking a second derivative
+            raises it, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it.
@@ -86,7 +87,6 @@ def forward(
         and (softmax_scale is None or type(softmax_scale) is float)
         and arch is None
         and deterministic is None
-        and not ((trains := q.requires_grad or k.requires_grad or v.requires_grad) and q.is_cuda)
         and forward_ad._current_level < 0
         and _functorch_level() is None
         and not _has_function_mode()
@@ -97,7 +97,7 @@ def forward(
         if softmax_scale is not None:
             keywords["softmax_scale"] = softmax_scale
         try:
-            if trains:
+            if q.requires_grad or k.requires_grad or v.requires_grad:
                 return _fwd(q, k, v, **keywords)
             with below_autograd():
                 return _fwd(q, k, v, **keywords)

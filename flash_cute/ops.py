@@ -1,9 +1,8 @@
 """Loads the compiled library: the ops `torch.ops.flash_cute.fwd` and `bwd`, and what else the
 library tells.
 
-The ops are defined, and implemented for CUDA (`fwd` alone so far), in
-csrc/cute_fa2/torch_binding.cpp. cpu.py implements them for the CPU, autograd.py and transforms.py
-say what torch's transforms make of them.
+The ops are defined, and implemented for CUDA, in csrc/cute_fa2/torch/. cpu.py implements them for
+the CPU, autograd.py and transforms.py say what torch's transforms make of them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Attention and its gradients as plain formulas, and the same things block by block: for reading
-and for checking. The kernels compute the forward so. They have no gradients yet.
+and for checking. The kernels compute so, forward and backward.
 
 Shapes are those of `flash_cute.forward`: q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), out (B, Hq, Nq,
 D), lse (B, Hq, Nq). A gradient has the shape of its tensor.

@@ -18,11 +18,6 @@ torch.library.impl("flash_cute::fwd", "CPU", cpu.attention)
 torch.library.impl("flash_cute::bwd", "CPU", cpu.attention_backward)
 
 
-@torch.library.impl("flash_cute::bwd", "CUDA")
-def _bwd_cuda(*tensors: Tensor | None, **keywords: Any) -> Any:
-    raise NotImplementedError(f"a gradient is taken: {checks.NO_BACKWARD}")
-
-
 @torch.library.register_fake("flash_cute::fwd")
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
     # This serves meta tensors, too, also where q alone is none.

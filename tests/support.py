@@ -32,8 +32,6 @@ BACKENDS = [
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=_GPU),
 ]
 ONE_BACKEND_EACH = [BACKENDS[0], BACKENDS[5]]
-#: Those with a backward.
-TRAINED = BACKENDS[:4]
 #: These, and the kernels that a GPU which runs both sm80's and sm90's does not get by default.
 ALL_KERNELS = [
     *BACKENDS,

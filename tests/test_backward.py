@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 from support import (
+    BACKENDS,
     BANDS,
     LAYOUTS,
     LENGTHS,
-    TRAINED,
     check_gradients,
     nan_in_new_memory,
     poisoned,
@@ -26,8 +26,8 @@ from flash_cute import ops, reference, tolerance
 
 F64 = torch.float64
 BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-ALL = pytest.mark.parametrize("device, dtype", TRAINED)
-SOME = pytest.mark.parametrize("device, dtype", [TRAINED[0], TRAINED[3]])
+ALL = pytest.mark.parametrize("device, dtype", BACKENDS)
+SOME = pytest.mark.parametrize("device, dtype", [BACKENDS[0], BACKENDS[3], BACKENDS[5]])
 
 
 @BOTH_MASKS

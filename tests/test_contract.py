@@ -202,19 +202,6 @@ def test_cpu_and_gpu(nothing_runs):
         flash_cute.forward(**inputs("cuda", k=lambda k: k.cpu()))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_gradients_on_gpus_are_refused(name):
-    """There are none yet; test_autograd.py has those of the CPU."""
-    arguments = inputs("cuda")
-    arguments[name].requires_grad_()
-    with pytest.raises(NotImplementedError, match=f"{name} takes part in a gradient.*no_grad"):
-        flash_cute.forward(**arguments)
-    for result in ops.fwd(*(arguments[name] for name in "qkv")):
-        with pytest.raises(NotImplementedError, match=r"a gradient is taken: .*no_grad"):
-            result.sum().backward()
-
-
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_forward_mode_is_refused(nothing_runs, name):
     arguments = inputs(**everything(lambda x: x.float()))

@@ -283,7 +283,7 @@ def test_requests_that_no_call_makes() -> None:
     for tuning, why in [
         ("splits=-1", "splits in tuning is -1: it must be 0 or more"),
         ("splits=1x", "tuning has 'splits=1x': it must be name=number"),
-        ("tiles=1", "tuning has 'tiles': it must be arch, smem_limit or splits"),
+        ("tiles=1", "tuning has 'tiles': it must be arch, smem_limit, splits or head_splits"),
     ]:
         with pytest.raises(RuntimeError, match=why):
             ops.plan("batch=1", tuning)

@@ -23,6 +23,7 @@ OPS: dict[str, dict[str, dict[str, str]]] = {
             "splits": "MaskKind::kBanded, true",
         },
     },
+    "bwd": {"sm80": {"full": "MaskKind::kFull", "banded": "MaskKind::kBanded"}},
 }
 
 #: The machine code of the SM90 kernels, which runs on compute capability 9.0 alone.
@@ -68,9 +69,10 @@ def generate(
             for head_dim in head_dims:
                 for dtype, cpp_dtype in DTYPES.items():
                     for suffix, its_kinds in files.items():
+                        of_op = f"const {op.title()}Plan&, const {op.title()}Params&"
                         lines = [
                             f"template void launch_{op}_{arch}<{cpp_dtype}, {head_dim}, {kinds[k]}>"
-                            "(const FwdPlan&, const FwdParams&, int, cudaStream_t);"
+                            f"({of_op}, int, cudaStream_t);"
                             for k in its_kinds
                         ]
                         path = out_dir / f"{op}_{arch}_hdim{head_dim}_{dtype}{suffix}.cu"

@@ -46,6 +46,7 @@ BOOST = "cmeel.prefix"
 #: Stands in for the kernels that a library leaves out.
 ABSENT = """\
 #include <stdexcept>
+#include "host/launch_bwd.h"
 #include "host/launch_fwd.h"
 namespace flash_cute {{
 template <DType kDType, int kHeadDim, MaskKind kMask>
@@ -55,6 +56,10 @@ void launch_fwd_sm80(const FwdPlan&, const FwdParams&, int, cudaStream_t) {{
 template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplitKV>
 void launch_fwd_sm90(const FwdPlan&, const FwdParams&, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of sm90 was left out of the build");
+}}
+template <DType kDType, int kHeadDim, MaskKind kMask>
+void launch_bwd_sm80(const BwdPlan&, const BwdParams&, int, cudaStream_t) {{
+  throw std::runtime_error("this kernel of the backward was left out of the build");
 }}
 {instantiations}
 }}  // namespace flash_cute
@@ -93,7 +98,8 @@ class Library:
         lines = [line for file in left_out for line in file if line.startswith("template ")]
         absent = write(f"{self.folder}/absent.cpp", ABSENT.format(instantiations="\n".join(lines)))
         others = [f for f in (ROOT / self.sources).rglob("*") if f.suffix in (".cpp", ".cu")]
-        sources = [f for f in sorted(others) if f.name != "torch_binding.cpp"]
+        sources = [f for f in sorted(others) if f.parent.name != "torch"]
+        sources = [f for f in sources if f.name != "torch_binding.cpp"]
         return [
             *(write(f"{self.folder}/{name}.cu", "".join(t)) for name, t in together.items()),
             absent,
@@ -151,7 +157,7 @@ def write_ninja(library: Library) -> str:
     compiled += [(library.folder, file, flags) for file in library.files()]
     objects = []
     for folder, file, flags in compiled:
-        objects.append(f"{folder}/{Path(file).stem}.o")
+        objects.append(f"{folder}/{Path(file).parent.name}_{Path(file).stem}.o")
         rule = "kernel" if has_kernels(Path(file)) else "cxx"
         text += f"build {objects[-1]}: {rule} {file}\n  flags = {flags}\n"
     return f"{text}build {library.path}: link {' '.join(objects)}\n"

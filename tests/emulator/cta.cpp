@@ -40,6 +40,8 @@ std::string Cta::run(int index) {
   for (Warp& warp : warps_) warp.runnable = ~0u;
   random_ = (launch_.seed + 1) * 0x9e3779b97f4a7c15u ^ (index + 1) * 0xd1342543de82ef95u;
   alive_ = launch_.threads;
+  has_turn_ = false;
+  turn_begun_ = Epoch();
   const auto nothing = std::make_shared<News>(clock_entries());
   for (int i = 0; i < launch_.threads; ++i) {
     Thread& thread = threads_[i];
@@ -55,6 +57,7 @@ std::string Cta::run(int index) {
     thread.copy_group = 0;
     thread.copies.clear();
     thread.tma_store_group = 0;
+    thread.added = thread.published = Epoch();
     thread.wgmmas_in_flight = false;
   }
   resume(*next());
@@ -199,6 +202,56 @@ void Cta::with_warp(Thread& thread, const char* name, void* operands, Complete c
   warp.arrived = 0;
   warp.runnable = ~0u;
   complete(*this, &threads_[thread.index / 32 * 32], warp.operands);
+}
+
+bool Cta::only_one_can_run() const {
+  int runnable = 0;
+  for (const Warp& warp : warps_) runnable += std::popcount(warp.runnable);
+  return runnable == 1;
+}
+
+void Cta::begin_turn(Thread& thread, const int* counter, int turn, const void* code) {
+  while (Turns::value(counter) != turn) {
+    if (!only_one_can_run()) {
+      yield(thread);
+      continue;
+    }
+    const std::string wrong = launch_.turns->wait(counter, turn);
+    if (!wrong.empty()) emulator::fail(thread, code, "%s", wrong.c_str());
+  }
+  for (const Thread& other : threads_) {
+    if (!other.added) continue;
+    emulator::fail(thread, code, "begins a turn after thread %d has added to a sum", other.index);
+  }
+  has_turn_ = true;
+  turn_begun_ = thread.clocks.epoch();
+}
+
+void Cta::add_in_turn(Thread& thread, const void* code) {
+  thread.added = thread.clocks.epoch();
+  if (!turn_begun_) return;
+  if (!has_turn_) emulator::fail(thread, code, "adds to a sum after its CTA's turn");
+  if (!thread.clocks.ordered(turn_begun_)) {
+    emulator::fail(thread, code, "adds to a sum in its CTA's turn with no barrier in between");
+  }
+}
+
+void Cta::end_turn(Thread& thread, int* counter, const void* code) {
+  if (!has_turn_) emulator::fail(thread, code, "passes a turn that its CTA has not waited for");
+  for (Thread& other : threads_) {
+    if (other.added) {
+      emulator::fail(thread, code, "passes its turn, but thread %d has not published its sums",
+                     other.index);
+    }
+    if (!thread.clocks.ordered(other.published)) {
+      emulator::fail(thread, code,
+                     "passes its turn after thread %d has published its sums, with no barrier in "
+                     "between",
+                     other.index);
+    }
+  }
+  has_turn_ = false;
+  launch_.turns->pass(counter);
 }
 
 void Cta::fail(std::string what) {

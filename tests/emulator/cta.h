@@ -15,6 +15,7 @@
 #include "mbarrier.h"
 #include "shared_memory.h"
 #include "tma.h"
+#include "turns.h"
 #include "warpgroup.h"
 
 namespace flash_cute::emulator {
@@ -31,6 +32,7 @@ struct Launch {
   int shared_bytes;
   uint64_t seed;
   GlobalMemory* global;
+  Turns* turns;
 };
 
 // An asynchronous copy that has not been waited for.
@@ -58,6 +60,7 @@ struct Thread {
   int64_t copy_group;         // the one that its copies join until the next commit
   std::deque<PendingCopy> copies;
   int64_t tma_store_group;  // likewise, of its TMA stores
+  Epoch added, published;   // what it last added in its CTA's turn, until it has published that
   bool wgmmas_in_flight;    // which may read and write its registers at any time
 };
 
@@ -100,6 +103,11 @@ class Cta {
   void wake(Thread& thread) { warps_[thread.index / 32].runnable |= 1u << thread.index % 32; }
   void yield(Thread& thread) { switch_from(thread); }
 
+  // For the running thread: turns of the CTA, and what its threads add in them.
+  void begin_turn(Thread& thread, const int* counter, int turn, const void* code);
+  void add_in_turn(Thread& thread, const void* code);
+  void end_turn(Thread& thread, int* counter, const void* code);
+
   // Clocks have an entry for each thread, and some for TMA.
   int clock_entries() const { return launch_.threads + kTmaClocks; }
   static constexpr int kTmaClocks = 32;
@@ -133,6 +141,7 @@ class Cta {
   uint32_t random();
   Thread* pick();                    // one that can run; none when all wait
   Thread* next();                    // likewise, while copies arrive
+  bool only_one_can_run() const;
   void switch_from(Thread& thread);  // to another; returns when it is this one's turn again
   void resume(Thread& thread);
   std::string deadlock() const;
@@ -145,6 +154,8 @@ class Cta {
   std::map<int, Barrier> barriers_;
   size_t warp_ = 0;  // the one that runs
   int alive_ = 0;
+  bool has_turn_ = false;
+  Epoch turn_begun_;  // the last one
   uint64_t random_ = 0;
   boost::context::detail::fcontext_t scheduler_ = nullptr;
   std::string failure_;

@@ -35,6 +35,12 @@ inline int warp_uniform(int value) {
 
 inline bool any_in_warp(bool predicate) { return emulator::ballot(predicate) != 0; }
 
+inline void reduce_add(float* sum, float x) { emulator::reduce_add(sum, x); }
+inline int next_number(int* counter) { return emulator::next_number(counter); }
+inline void wait_for_turn(const int* counter, int turn) { emulator::wait_for_turn(counter, turn); }
+inline void publish() { emulator::publish(); }
+inline void pass_turn(int* counter) { emulator::pass_turn(counter); }
+
 inline float flush_denormal(float x) {
   return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x;
 }

@@ -1,4 +1,4 @@
-"""Runs the forward kernels on the emulated machine, from torch tensors on the CPU."""
+"""Runs the kernels on the emulated machine, from torch tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from support import poisoned
 from torch import Tensor
 
-from flash_cute import tolerance
+from flash_cute import reference, tolerance
 
 _ERROR_BYTES = 4096
 
@@ -47,6 +47,7 @@ class Counters(ctypes.Structure):
         ("global_reads", ctypes.c_int64),
         ("global_writes_16", ctypes.c_int64),
         ("global_writes", ctypes.c_int64),
+        ("global_reductions", ctypes.c_int64),
         ("cta_barriers", ctypes.c_int64),
         ("mma", ctypes.c_int64),
         ("tma_load_bytes", ctypes.c_int64),
@@ -67,15 +68,15 @@ class _Tensor(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("sizes", ctypes.c_int64 * 4),
         ("strides", ctypes.c_int64 * 3),
+        ("element_bytes", ctypes.c_int64),
     ]
 
 
-class _Forward(ctypes.Structure):
-    """As in forward.cpp."""
+class _Call(ctypes.Structure):
+    """As in call.h."""
 
     _fields_ = [
-        *((name, _Tensor) for name in ("q", "k", "v", "out")),
-        ("lse", ctypes.c_void_p),
+        *((name, _Tensor) for name in ("q", "k", "v", "out", "lse")),
         ("is_half", ctypes.c_int32),
         ("workers", ctypes.c_int32),
         ("softmax_scale", ctypes.c_double),
@@ -84,8 +85,22 @@ class _Forward(ctypes.Structure):
         ("diagonal_offset", ctypes.c_int64),
         ("tuning", ctypes.c_char_p),
         ("multiprocessors", ctypes.c_int32),
-        ("refuses_tensor_maps", ctypes.c_int32),
         ("seed", ctypes.c_uint64),
+    ]
+
+
+class _Forward(_Call):
+    """As in forward.cpp."""
+
+    _fields_ = [("refuses_tensor_maps", ctypes.c_int32)]
+
+
+class _Backward(_Call):
+    """As in backward.cpp."""
+
+    _fields_ = [
+        *((name, _Tensor) for name in ("dout", "dlse", "dq", "dk", "dv")),
+        ("deterministic", ctypes.c_int32),
     ]
 
 
@@ -101,7 +116,29 @@ def _readable_rows(x: Tensor) -> Tensor:
 
 def _as_c(x: Tensor) -> _Tensor:
     strides = [s if size > 1 else 0 for s, size in zip(x.stride(), x.shape, strict=True)]
-    return _Tensor(x.data_ptr(), (ctypes.c_int64 * 4)(*x.shape), (ctypes.c_int64 * 3)(*strides[:3]))
+    sizes = (ctypes.c_int64 * 4)(*x.shape), (ctypes.c_int64 * 3)(*strides[:3])
+    return _Tensor(x.data_ptr(), *sizes, x.element_size())
+
+
+def _like(x: Tensor, rows: Tensor) -> Tensor:
+    """A result in the shape of `rows`, which was made of x."""
+    result = torch.full_like(rows, math.nan)
+    return result if x.is_contiguous() else poisoned(result)
+
+
+def _poisoned_rows(x: Tensor) -> Tensor:
+    """As `poisoned`, of a number for each row."""
+    return poisoned(x[..., None])[..., 0]
+
+
+def _split_band(
+    is_causal: bool, options: dict[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The window among the options, and the others."""
+    names = "window_left", "window_right", "diagonal_offset"
+    band = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    return {**band, "window_right": 0} if is_causal else band, others
 
 
 class Emulator:
@@ -137,29 +174,42 @@ class Emulator:
         default), and the overrides that the op takes; threads take turns in an order that `seed`
         decides."""
         rows = [_readable_rows(x) for x in (q, k, v)]
-        out = torch.full_like(rows[0], math.nan)
-        if not q.is_contiguous():
-            out = poisoned(out)
-        lse = torch.full(q.shape[:3], math.nan)
-        options = {"multiprocessors": 132, **self.defaults, **options}
-        multiprocessors = options.pop("multiprocessors")
-        overrides = {"arch": self.arch, **options}
-        call = _Forward(
-            *map(_as_c, (*rows, out)),
-            lse.data_ptr(),
-            q.dtype == torch.float16,
-            self.workers,
-            softmax_scale,
-            window_left,
-            window_right,
-            k.shape[2] - q.shape[2] if diagonal_offset is None else diagonal_offset,
-            ",".join(f"{name}={value}" for name, value in overrides.items()).encode(),
-            multiprocessors,
-            refuses_tensor_maps,
-            seed,
-        )
+        out = _like(q, rows[0])
+        lse = torch.full((*q.shape[:3], 1), math.nan)
+        band = window_left, window_right, diagonal_offset
+        shared = self._shared((*rows, out, lse), softmax_scale, band, seed, options)
+        call = _Forward(*shared, refuses_tensor_maps)
         counters = self._call(self._library.emulate_forward, ctypes.byref(call))
-        return out[..., : q.shape[3]], lse, counters
+        return out[..., : q.shape[3]], lse[..., 0], counters
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        softmax_scale: float,
+        *,
+        dlse: Tensor | None = None,
+        window_left: int = -1,
+        window_right: int = -1,
+        diagonal_offset: int | None = None,
+        deterministic: bool = False,
+        seed: int = 0,
+        **options: int,
+    ) -> tuple[tuple[Tensor, ...], Counters]:
+        """(dq, dk, dv), and what was counted. `seed` decides in which order CTAs start too, so that
+        sums come in another order; 0 leaves them in theirs."""
+        rows = [_readable_rows(x) for x in (q, k, v, out, dout)]
+        gradients = [_like(x, its_rows) for x, its_rows in zip((q, k, v), rows, strict=False)]
+        band = window_left, window_right, diagonal_offset
+        shared = self._shared((*rows[:4], lse[..., None]), softmax_scale, band, seed, options)
+        c_dlse = _Tensor() if dlse is None else _as_c(dlse[..., None])
+        call = _Backward(*shared, _as_c(rows[4]), c_dlse, *map(_as_c, gradients), deterministic)
+        counters = self._call(self._library.emulate_backward, ctypes.byref(call))
+        return tuple(dx[..., : q.shape[3]] for dx in gradients), counters
 
     def check(
         self,
@@ -172,15 +222,66 @@ class Emulator:
     ) -> tuple[Tensor, Tensor, Counters]:
         """Runs the kernel, which must break no rule of the emulated machine. Compares the result
         with the exact one, as tests on a GPU do."""
-        names = "window_left", "window_right", "diagonal_offset"
-        band = {name: options.pop(name) for name in names if name in options}
-        if is_causal:
-            band["window_right"] = 0
+        band, options = _split_band(is_causal, options)
         scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
         out, lse, counters = self.forward(q, k, v, scale, **band, **options)
         result = tolerance.compare(out, lse, q, k, v, False, scale, **band)
         assert result.passed, str(result)
         return out, lse, counters
+
+    def check_backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        softmax_scale: float | None = None,
+        *,
+        has_dlse: bool = False,
+        **options: int,
+    ) -> tuple[tuple[Tensor, ...], Counters]:
+        """As `check`, of the gradients of random dout and, if asked for, dlse. The latter is NaN
+        where a row sees no key."""
+        band, options = _split_band(is_causal, options)
+        scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
+        generator = torch.Generator().manual_seed(1)
+        out, lse = reference.attention(q, k, v, False, scale, **band)
+        dout = torch.randn(q.shape, generator=generator).to(q.dtype)
+        dlse = torch.randn(lse.shape, generator=generator) if has_dlse else None
+        if dlse is not None:
+            dlse = _poisoned_rows(dlse.masked_fill(lse == -math.inf, math.nan))
+        given = poisoned(dout), q, k, v, poisoned(out.to(q.dtype)), _poisoned_rows(lse.float())
+        gradients, counters = self.backward(*given, scale, dlse=dlse, **band, **options)
+        result = tolerance.compare_gradients(
+            gradients, dout, q, k, v, False, scale, dlse=dlse, **band
+        )
+        assert result.passed, str(result)
+        return gradients, counters
+
+    def _shared(
+        self,
+        tensors: tuple[Tensor, ...],
+        softmax_scale: float,
+        band: tuple[int, int, int | None],
+        seed: int,
+        options: dict[str, int],
+    ) -> tuple[Any, ...]:
+        """The fields of `_Call`."""
+        q, k = tensors[:2]
+        options = {"multiprocessors": 132, **self.defaults, **options}
+        multiprocessors = options.pop("multiprocessors")
+        overrides = {"arch": self.arch, **options}
+        return (
+            *map(_as_c, tensors),
+            q.dtype == torch.float16,
+            self.workers,
+            softmax_scale,
+            *band[:2],
+            k.shape[2] - q.shape[2] if band[2] is None else band[2],
+            ",".join(f"{name}={value}" for name, value in overrides.items()).encode(),
+            multiprocessors,
+            seed,
+        )
 
     def plant(self, fault: int) -> None:
         """Switches on a fault of a library that has some (planting.py); 0: none."""

@@ -72,10 +72,28 @@ std::string GlobalMemory::check_read(const void* address, int bytes, int alignme
   if (row->use == Use::kWorkspace) {
     const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
     for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
-      if (written_[row->first_cell + i] != kBefore) {
+      const uint8_t state = written_[row->first_cell + i];
+      if (state != kBefore) {
         return "byte " + std::to_string(i * kCellBytes) + " of " + name(*row) +
-               ", which no launch before has written";
+               (state == kReduced ? ", to which this launch adds"
+                                  : ", which no launch before has written");
       }
+    }
+  }
+  return "";
+}
+
+std::string GlobalMemory::reduce(const void* address, int bytes) {
+  if (!aligned(address, bytes)) return kMisaligned;
+  const Row* row = row_of(address, bytes);
+  if (!row) return nearest(address);
+  if (row->use != Use::kWorkspace) return "of " + name(*row) + ", which is no workspace";
+  const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
+  for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
+    const uint8_t before =
+        written_[row->first_cell + i].exchange(kReduced, std::memory_order_relaxed);
+    if (before != kBefore && before != kReduced) {
+      return "of " + name(*row) + ", which no launch before has written";
     }
   }
   return "";

@@ -15,7 +15,8 @@ class GlobalMemory {
 
   // A tensor of up to 3 dimensions of rows; strides in bytes. Every byte of an output and of a
   // workspace must be written exactly once. An output is never read, a workspace by launches after
-  // the one that has written it.
+  // the one that has written it. Such a launch may instead add to it, in several CTAs; then later
+  // ones may read it.
   struct Tensor {
     const char* name;
     Use use;
@@ -35,6 +36,7 @@ class GlobalMemory {
   std::string check_read(const void* address, int bytes, int alignment) const;
   std::string write(const void* address, int bytes) { return write(address, bytes, bytes); }
   std::string write(const void* address, int bytes, int alignment);
+  std::string reduce(const void* address, int bytes);
 
   // What of the outputs and workspaces nobody has written; nothing if all is there.
   std::string unwritten() const;
@@ -48,7 +50,7 @@ class GlobalMemory {
     int64_t at[3];
     int64_t first_cell;  // in `written_`, of what is no input
   };
-  enum Written : uint8_t { kNever, kInThisLaunch, kBefore };
+  enum Written : uint8_t { kNever, kInThisLaunch, kBefore, kReduced };  // kReduced: in this launch
   const Row* row_of(const void* address, int bytes) const;
   static std::string name(const Row& row);
   std::string nearest(const void* address) const;

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+#include <numeric>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -24,27 +26,34 @@ void run_grid(int64_t ctas, int threads, int shared_bytes, Kernel kernel, const 
               int params_bytes) {
   Session& session = *current;
   session.global.begin_launch();
-  const Launch launch{kernel,       params,       params_bytes,   threads,
-                      shared_bytes, session.seed, &session.global};
+  std::vector<int> order(ctas);
+  std::iota(order.begin(), order.end(), 0);
+  std::mt19937_64 random(session.seed);
+  if (session.seed != 0) std::shuffle(order.begin(), order.end(), random);
+  const auto workers = static_cast<int>(std::clamp<int64_t>(ctas, 1, session.workers));
+  Turns turns(workers);
+  const Launch launch{kernel,       params,       params_bytes,    threads,
+                      shared_bytes, session.seed, &session.global, &turns};
   std::atomic<int64_t> next{0};
   std::mutex mutex;
   std::string failure;
   auto work = [&] {
     Cta cta(launch);
-    for (int64_t index; (index = next.fetch_add(1)) < ctas;) {
-      std::string wrong = cta.run(static_cast<int>(index));
+    bool has_failed = false;
+    for (int64_t i; !has_failed && (i = next.fetch_add(1)) < ctas;) {
+      std::string wrong = cta.run(order[i]);
       if (wrong.empty()) continue;
+      has_failed = true;
       const std::lock_guard lock(mutex);
       if (failure.empty()) failure = std::move(wrong);
       next = ctas;
     }
+    turns.leave(has_failed);
     const std::lock_guard lock(mutex);
     session.counters.add(cta.counters);
   };
   std::vector<std::thread> others;
-  for (int64_t i = 1; i < std::min<int64_t>(session.workers, ctas); ++i) {
-    others.emplace_back(work);
-  }
+  for (int i = 1; i < workers; ++i) others.emplace_back(work);
   work();
   for (std::thread& other : others) other.join();
   if (!failure.empty()) throw std::runtime_error(failure);

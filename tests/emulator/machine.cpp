@@ -1,6 +1,7 @@
 // The functions of machine.h, and the callbacks by which the compiler reports plain accesses.
 #include "machine.h"
 
+#include <atomic>
 #include <cstring>
 
 #include "cta.h"
@@ -28,6 +29,12 @@ void write_global(Thread& thread, const void* address, int bytes, const void* co
   }
   Counters& counters = thread.cta->counters;
   ++(bytes == 16 ? counters.global_writes_16 : counters.global_writes);
+}
+
+// A sum or a counter.
+void update_global(Thread& thread, const void* address, const void* code) {
+  const std::string wrong = thread.cta->launch().global->reduce(address, 4);
+  if (!wrong.empty()) fail(thread, code, "adds to 4 bytes at %p, %s", address, wrong.c_str());
 }
 
 }  // namespace
@@ -159,6 +166,33 @@ void wait_copies(int groups_in_flight) {
     const PendingCopy& copy = thread.copies.front();
     thread.cta->shared.land_copy(thread, copy.target, copy.bytes, 16, copy.code);
   }
+}
+
+void reduce_add(float* sum, float x) {
+  update_global(*running, sum, CALLER);
+  running->cta->add_in_turn(*running, CALLER);
+  ++running->cta->counters.global_reductions;
+  std::atomic_ref(*sum).fetch_add(x, std::memory_order_relaxed);
+}
+
+int next_number(int* counter) {
+  update_global(*running, counter, CALLER);
+  return std::atomic_ref(*counter).fetch_add(1, std::memory_order_relaxed);
+}
+
+void wait_for_turn(const int* counter, int turn) {
+  update_global(*running, counter, CALLER);
+  running->cta->begin_turn(*running, counter, turn, CALLER);
+}
+
+void publish() {
+  running->published = running->clocks.epoch();
+  running->added = Epoch();
+}
+
+void pass_turn(int* counter) {
+  update_global(*running, counter, CALLER);
+  running->cta->end_turn(*running, counter, CALLER);
 }
 
 namespace {

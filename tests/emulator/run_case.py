@@ -1,4 +1,4 @@
-"""Runs one case of the forward on the emulated machine, alone and on one core: the thing to run
+"""Runs one case on the emulated machine, alone and on one core: the thing to run
 under a debugger.
 
     python tests/emulator/run_case.py --head-dim 64 --len-q 150 --causal
@@ -24,6 +24,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, choices=(80, 90), default=80)
+    parser.add_argument("--backward", action="store_true", help="of sm80, whatever --arch is")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--len-q", type=int, default=150)
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--scale", type=float)
     parser.add_argument(
-        "--seed", type=int, default=0, help="changes the order in which threads run"
+        "--seed", type=int, default=0, help="changes the order in which threads and CTAs run"
     )
     parser.add_argument(
         "--smem-limit",
@@ -48,6 +49,14 @@ def main() -> None:
         help="split the keys into so many (split-KV); 0: the plan decides",
     )
     parser.add_argument(
+        "--head-splits",
+        type=int,
+        default=0,
+        help="of the backward: so many CTAs share the heads of a group; 0: the plan decides",
+    )
+    parser.add_argument("--deterministic", action="store_true", help="of the backward")
+    parser.add_argument("--dlse", action="store_true", help="of the backward: give it one")
+    parser.add_argument(
         "--multiprocessors",
         type=int,
         default=132,
@@ -59,19 +68,26 @@ def main() -> None:
     args = parser.parse_args()
 
     bucket = next(d for d in variants.ALL_HEAD_DIMS if d >= args.head_dim)
-    kernels = f"fwd_sm{args.arch}_hdim{bucket}_{args.dtype}"
+    op_and_arch = "bwd_sm80" if args.backward else f"fwd_sm{args.arch}"
+    kernels = f"{op_and_arch}_hdim{bucket}_{args.dtype}"
     flags = "-O2 -g1" if args.optimised else "-O0 -g"
     library = Library(f"case/{kernels}_{flags[1:3]}", (f"{kernels}*",), flags=flags)
-    options = {"smem_limit": args.smem_limit, "splits": args.splits}
+    options = {"smem_limit": args.smem_limit}
+    if args.backward:
+        options |= {"head_splits": args.head_splits, "deterministic": args.deterministic}
+        options["has_dlse"] = args.dlse
+    else:
+        options["splits"] = args.splits
     options["multiprocessors"] = args.multiprocessors
-    emulator = Emulator(build(library), args.arch, workers=1, **options)
+    emulator = Emulator(build(library), args.arch, workers=1)
     inputs = random_inputs(
         *(1, args.heads, args.len_q, args.head_dim),
         heads_kv=args.heads_kv,
         len_k=args.len_k,
         dtype=DTYPES[args.dtype],
     )
-    print(emulator.check(*map(poisoned, inputs), args.causal, args.scale, seed=args.seed)[2])
+    check = emulator.check_backward if args.backward else emulator.check
+    print(check(*map(poisoned, inputs), args.causal, args.scale, seed=args.seed, **options)[-1])
 
 
 if __name__ == "__main__":

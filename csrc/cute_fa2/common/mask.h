@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/platform.h"
 #include "common/sequence.h"
@@ -17,18 +18,27 @@ struct BlockRange {
   int end;  // one past the last
 };
 
-template <MaskKind kKind>
+// Rows that are queries, of one head.
+struct UnpackedRows {
+  static CUTE_DEVICE int query(int row) { return row; }
+};
+
+template <MaskKind kKind, class Rows = GqaLayout>
 class Mask {
  public:
-  CUTE_DEVICE Mask(const FwdParams& params, const Sequence& sequence, const GqaLayout& gqa)
-      : key_begin_(sequence.key_begin), key_end_(sequence.key_end), band_(params.band), gqa_(gqa) {}
+  CUTE_DEVICE Mask(const AttentionParams& params, const Sequence& sequence, const Rows& rows)
+      : key_begin_(sequence.key_begin),
+        key_end_(sequence.key_end),
+        band_(params.band),
+        rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {
     return kKind == MaskKind::kFull ? key_begin_
-                                    : cute::max(key_begin_, band_.begin_of(gqa_.query(row)));
+                                    : cute::max(key_begin_, band_.begin_of(rows_.query(row)));
   }
   CUTE_DEVICE int end(int row) const {
-    return kKind == MaskKind::kFull ? key_end_ : cute::min(key_end_, band_.end_of(gqa_.query(row)));
+    return kKind == MaskKind::kFull ? key_end_
+                                    : cute::min(key_end_, band_.end_of(rows_.query(row)));
   }
 
   // The key blocks of which any of the rows [row_begin, row_end) sees a key. Empty (end <= begin)
@@ -41,6 +51,17 @@ class Mask {
   // other visible blocks `cuts` is true.
   CUTE_DEVICE BlockRange whole_blocks(int row_origin, int rows, int block_n) const {
     return {(begin(row_origin + rows - 1) + block_n - 1) / block_n, end(row_origin) / block_n};
+  }
+
+  // The inverse of visible_blocks: the blocks of rows of which any sees one of the keys
+  // [key_begin, key_end). For rows that are queries.
+  CUTE_DEVICE BlockRange visible_row_blocks(int key_begin, int key_end, int len_q,
+                                            int block_m) const {
+    static_assert(std::is_same_v<Rows, UnpackedRows>);
+    const bool is_full = kKind == MaskKind::kFull;
+    const int begin = is_full ? 0 : cute::max(0, band_.query_begin_of(key_begin));
+    const int end = is_full ? len_q : cute::min(len_q, band_.query_end_of(key_end - 1));
+    return {begin / block_m, (cute::max(0, end) + block_m - 1) / block_m};
   }
 
   // Whether the tile of `rows` x `keys` at (row_origin, key_origin) needs an element test: the edge
@@ -90,7 +111,7 @@ class Mask {
   int key_begin_;
   int key_end_;
   Band band_;
-  GqaLayout gqa_;  // of two rows, the later one's query is no earlier
+  [[no_unique_address]] Rows rows_;  // of two rows, the later one's query is no earlier
 };
 
 }  // namespace flash_cute

@@ -38,6 +38,28 @@ CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, pr
 // what follows from it, in uniform registers.
 CUTE_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// Adds to a sum in global memory, in any order with what others add; nobody learns of the result.
+CUTE_DEVICE void reduce_add(float* sum, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum), "f"(x) : "memory");
+}
+
+// The next number of a counter in global memory, from 0 on.
+CUTE_DEVICE int next_number(int* counter) { return atomicAdd(counter, 1); }
+// Turns in global memory. One thread of a CTA waits until the counter has reached `turn`; after a
+// barrier the whole CTA sees what was written ahead of the turns before. Only a CTA that already
+// runs may be waited for. pass_turn ends this CTA's turn, in one thread, after `publish` in all of
+// them and a barrier.
+CUTE_DEVICE void wait_for_turn(const int* counter, int turn) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now != turn);
+}
+CUTE_DEVICE void publish() { __threadfence(); }
+CUTE_DEVICE void pass_turn(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
 // 2^x to about 2 ulp, denormal results flushed to zero: one instruction.
 CUTE_DEVICE float exp2(float x) {
   float y;

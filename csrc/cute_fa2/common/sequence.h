@@ -20,7 +20,7 @@ struct Sequence {
   int key_begin;
   int key_end;
 
-  CUTE_HOST_DEVICE Sequence(const FwdParams& params, int /*batch*/)
+  CUTE_HOST_DEVICE Sequence(const AttentionParams& params, int /*batch*/)
       : len_q(params.len_q), len_k(params.len_k), key_begin(0), key_end(params.len_k) {}
   CUTE_HOST_DEVICE Sequence(const FwdParams& params, int /*batch*/, int split)
       : len_q(params.len_q),

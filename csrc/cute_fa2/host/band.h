@@ -22,6 +22,9 @@ struct Band {
 
   FLASH_CUTE_HOST_DEVICE int begin_of(int query) const { return query + begin; }
   FLASH_CUTE_HOST_DEVICE int end_of(int query) const { return query + end; }
+  // The inverse: key j is seen by the queries [max(0, j + 1 - end), min(len_q, j + 1 - begin)).
+  FLASH_CUTE_HOST_DEVICE int query_begin_of(int key) const { return key + 1 - end; }
+  FLASH_CUTE_HOST_DEVICE int query_end_of(int key) const { return key + 1 - begin; }
 
   // Whether rows have a first key as well as a last: some row does not see key 0.
   bool is_window(int len_q) const { return begin > 1 - len_q; }

@@ -63,13 +63,11 @@ struct SplitKV {
   TensorView<RowStats*> stats{};
 };
 
-struct FwdParams {
+// What a forward and its backward have in common.
+struct AttentionParams {
   TensorView<const void*> q;  // (batch, heads_q, len_q, head_dim)
   TensorView<const void*> k;  // (batch, heads_kv(), len_k, head_dim)
   TensorView<const void*> v;  // (batch, heads_kv(), len_k, head_dim_v)
-  TensorView<void*> out;      // (batch, heads_q, len_q, head_dim_v)
-  TensorView<float*> lse;     // (batch, heads_q, len_q, 1), natural logarithm
-  SplitKV splits;
 
   int batch;
   int heads_q;
@@ -83,12 +81,60 @@ struct FwdParams {
   Band band;
   SoftmaxScale scale;
 
-  int heads_kv() const { return heads_q / group_size; }
+  FLASH_CUTE_HOST_DEVICE int heads_kv() const { return heads_q / group_size; }
   bool is_full() const { return mask == MaskKind::kFull; }
   // See Band.
   bool is_window() const { return !is_full() && band.is_window(len_q); }
   bool is_triangle() const { return !is_full() && band.is_triangle(len_q, len_k); }
   int64_t rows() const { return int64_t{batch} * heads_q * len_q; }
+};
+
+struct FwdParams : AttentionParams {
+  TensorView<void*> out;   // (batch, heads_q, len_q, head_dim_v)
+  TensorView<float*> lse;  // (batch, heads_q, len_q, 1), natural logarithm
+  SplitKV splits;
+};
+
+// What a step of the backward needs of a query row. A row that does not exist or sees no key has
+// {+inf, 0}: its weights are 0 without a test.
+struct alignas(8) RowGradStats {
+  float lse_log2;  // the log-sum-exp, times log2(e)
+  float delta;     // rowsum(dO * O) - dlse
+};
+
+// What the kernels of a backward hand on. Tiles are as the plan's: rows are padded to whole blocks,
+// columns to the tile's head dim. dQ, dK and dV are sums in fp32, without the scale, in the order
+// of a tile's accumulators (sm80/bwd/accumulator.h).
+struct BwdWorkspace {
+  RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m)
+  float* dq;            // (batch, heads_q, m_blocks, a tile); null where one key block has all keys
+  float* dk;  // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
+  float* dv;  // likewise
+  // Where dQ's sums are in order: how many tiles have been taken, and of each block of dq how many
+  // key blocks have been added. Else null.
+  int* tickets;
+  int* added;  // (batch, heads_q, m_blocks)
+};
+
+struct BwdParams : AttentionParams {
+  TensorView<const void*> dout;   // (batch, heads_q, len_q, head_dim_v)
+  TensorView<const void*> out;    // likewise
+  TensorView<const float*> lse;   // (batch, heads_q, len_q, 1), the forward's
+  TensorView<const float*> dlse;  // likewise; null counts as zeros
+  TensorView<void*> dq;           // as q
+  TensorView<void*> dk;           // as k
+  TensorView<void*> dv;           // as v
+  bool deterministic;             // dQ is summed in order
+
+  int m_blocks;  // of block_m rows, and
+  int n_blocks;  // of block_n keys, as the plan's tile has them
+  // Few tiles share the query heads of a group among so many CTAs; their dK and dV are summed
+  // later.
+  int head_splits;
+  BwdWorkspace workspace;
+
+  // dQ is then whole in one tile, and stored at once.
+  FLASH_CUTE_HOST_DEVICE bool has_one_key_block() const { return n_blocks == 1; }
 };
 
 }  // namespace flash_cute

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
-#include <stdexcept>
 
-#include "generated/variants.inc"
+#include "host/built.h"
 #include "host/named_numbers.h"
 #include "host/split_kv.h"
 #include "tiles/fwd_sm80.h"
@@ -13,28 +12,6 @@
 
 namespace flash_cute {
 namespace {
-
-[[noreturn]] void refuse(const std::string& sentence) {
-  throw std::runtime_error("flash_cute: " + sentence);
-}
-
-// The smallest head dim that was built and serves the call.
-int built_head_dim(const FwdParams& params) {
-  const int head_dim = std::max(params.head_dim, params.head_dim_v);
-  for (int built : kBuiltHeadDims) {
-    if (head_dim <= built) return built;
-  }
-  refuse("this build has no kernel for head dim " + std::to_string(head_dim) +
-         ", only for those up to " + std::to_string(kBuiltHeadDims.back()) +
-         "; build with FLASH_CUTE_HEAD_DIMS naming more, or without it");
-}
-
-void check_grid(int64_t ctas) {
-  if (ctas > INT32_MAX) {
-    refuse("batch x heads x query blocks is " + std::to_string(ctas) +
-           ", more than the 2^31 - 1 CTAs that one launch can have; split the batch");
-  }
-}
 
 // The rest of a plan, once tile, packing and splits are known. `schedule` makes one of a TileGrid.
 template <class Schedule>
@@ -60,10 +37,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
   plan.tile = select_fwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
-  if (plan.tile < 0) {
-    refuse("no tile for head dim " + std::to_string(params.head_dim) + " fits " +
-           std::to_string(limit) + " bytes of shared memory");
-  }
+  if (plan.tile < 0) refuse_tile(params, limit);
   const TileEntrySm80& entry = kFwdTilesSm80[plan.tile];
   const int block_m = entry.config.block_m;
   plan.gqa = GqaLayout::make(params, block_m, kMaxLength);
@@ -216,11 +190,11 @@ FwdOverrides parse_overrides(const std::string& text) {
     } else if (name == "splits") {
       overrides.splits = value;
     } else {
-      return false;
+      return name == "head_splits";  // of its backward
     }
     return true;
   };
-  read_named_numbers(text, "tuning", "arch, smem_limit or splits", take);
+  read_named_numbers(text, "tuning", "arch, smem_limit, splits or head_splits", take);
   return overrides;
 }
 

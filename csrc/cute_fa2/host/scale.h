@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "host/band.h"
+
 namespace flash_cute {
 
 // Sign and size apart: the main loop only meets a positive, finite factor.
@@ -16,7 +18,8 @@ struct SoftmaxScale {
   // Beyond this scale, scaled scores of ordinary size lose what tells them apart.
   static constexpr double kLargeScaleLog2 = 256;
 
-  float q_sign;      // the sign of the scale (-1, 0 or 1), multiplied into Q once
+  float scale;       // as it is
+  float q_sign;      // its sign (-1, 0 or 1), multiplied into Q once
   float scale_log2;  // |scale| * log2(e): exponentials are taken in base 2
   // By how much a limit is set above the row's maximum: kSlackLog2 / scale_log2, or 0 for large
   // scales.
@@ -24,6 +27,9 @@ struct SoftmaxScale {
   // Rows whose limit is at least so large take scores relative to it before the scale
   // (online_softmax.h). 0 for large scales: all rows do.
   float exact_from;
+
+  // Of a backward, which has no maximum to keep: the sign needs no care.
+  FLASH_CUTE_HOST_DEVICE float signed_log2() const { return q_sign * scale_log2; }
 };
 
 inline SoftmaxScale make_softmax_scale(double scale) {
@@ -34,6 +40,7 @@ inline SoftmaxScale make_softmax_scale(double scale) {
   const double scale_log2 = scale == 0 ? 1 : std::clamp(std::abs(scale) * kLog2e, kMin, kMax);
   const bool is_large = scale_log2 > SoftmaxScale::kLargeScaleLog2;
   return {
+      .scale = static_cast<float>(scale),
       .q_sign = scale > 0   ? 1.f
                 : scale < 0 ? -1.f
                             : 0.f,

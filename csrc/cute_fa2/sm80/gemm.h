@@ -52,4 +52,18 @@ CUTE_DEVICE void warp_gemm(TiledMma mma, unsigned thread, const A& rA, const Cop
   }
 }
 
+// The same with A from shared memory too, one k16 step ahead of its products.
+template <class LoadA, class LoadB, class TiledMma, class SmemA, class SmemB, class C>
+CUTE_DEVICE void smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA, const SmemB& sB, C& rC) {
+  using namespace cute;
+  auto thread_mma = mma.get_slice(thread);
+  auto rA = thread_mma.partition_fragment_A(sA);  // (8, MMA_M, K / 16)
+  auto rB = thread_mma.partition_fragment_B(sB);  // (4, columns / 8, K / 16)
+  auto load_a = LoadA{}.get_slice(thread);
+  auto from_a = load_a.partition_S(sA);  // (ldmatrix, MMA_M, K / 16)
+  auto to_a = load_a.retile_D(rA);       // as from_a
+  auto copy_a = [&](int k) { copy(LoadA{}, from_a(_, _, k), to_a(_, _, k)); };
+  warp_gemm<LoadB>(mma, thread, rA, copy_a, rB, sB, rC);
+}
+
 }  // namespace flash_cute::sm80

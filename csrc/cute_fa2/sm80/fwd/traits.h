@@ -2,17 +2,13 @@
 // copies between memories.
 #pragma once
 
-#include <cute/atom/copy_atom.hpp>
-#include <cute/atom/copy_traits_sm75.hpp>
-#include <cute/atom/copy_traits_sm80.hpp>
-#include <cute/atom/mma_atom.hpp>
-#include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/tensor.hpp>
 
 #include "common/element.h"
 #include "common/platform.h"
 #include "common/score_mod.h"
 #include "host/params.h"
+#include "sm80/layouts.h"
 #include "tiles/fwd_sm80.h"
 
 namespace flash_cute::sm80 {
@@ -47,37 +43,17 @@ struct FwdTraits {
 
   // Warps stand along the query rows. A row's softmax stays within a quad of lanes, and each warp
   // reads all of K and V. With column warps they stand along the columns as well, and each reads a
-  // share. 16 neighbouring columns are one warp's: one ldmatrix.x4 fills B operands for two n8.
-  using TiledMma = cute::TiledMMA<
-      cute::MMA_Atom<platform::Mma<Element>>,
-      cute::Layout<cute::Shape<cute::Int<kRowWarps>, cute::Int<kColumnWarps>, cute::_1>>,
-      cute::Tile<cute::Int<16 * kRowWarps>,
-                 cute::Layout<cute::Shape<cute::_8, cute::Int<kColumnWarps>, cute::_2>,
-                              cute::Stride<cute::_1, cute::_16, cute::_8>>,
-                 cute::_16>>;
+  // share.
+  using TiledMma = TiledMmaOf<Element, kRowWarps, kColumnWarps>;
   static_assert(kBlockM % (16 * kRowWarps) == 0 && kBlockN % (16 * kColumnWarps) == 0 &&
                 kHeadDim % 32 == 0 && kHeadDimV % 32 == 0 && kHeadDimV % (16 * kColumnWarps) == 0);
 
-  // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32. The
-  // swizzle permutes the 16-byte chunks of 8 neighbouring rows, so that a column of chunks lies in
-  // 8 different bank groups. One ldmatrix phase, or the store of an accumulator, touches such a
-  // column.
-  static constexpr int strip(int columns) { return columns % 64 == 0 ? 64 : 32; }
-  template <int kStrip>
-  using SmemAtom =
-      decltype(cute::composition(cute::Swizzle<kStrip == 64 ? 3 : 2, 3, 3>{},
-                                 cute::Layout<cute::Shape<cute::_8, cute::Int<kStrip>>,
-                                              cute::Stride<cute::Int<kStrip>, cute::_1>>{}));
-  template <class Shape>
-  using SmemLayout =
-      decltype(cute::tile_to_shape(SmemAtom<strip(cute::size<1>(Shape{}))>{}, Shape{}));
   using SmemLayoutQ = SmemLayout<ShapeQ>;
   using SmemLayoutK = SmemLayout<ShapeK>;
   using SmemLayoutV = SmemLayout<ShapeV>;
   using SmemLayoutO = SmemLayout<ShapeO>;
   // The same V seen as (kHeadDimV, kBlockN), the B operand of O += P V.
-  using SmemLayoutVt = decltype(cute::composition(
-      SmemLayoutV{}, cute::Layout<ShapeVt, cute::Stride<cute::Int<kBlockN>, cute::_1>>{}));
+  using SmemLayoutVt = SmemLayoutTransposed<ShapeV>;
 
   // What warps that share rows exchange: P, and a word for each row and warp.
   struct Exchange {
@@ -98,13 +74,8 @@ struct FwdTraits {
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
-  // 16 bytes a thread; neighbouring threads have a strip's row.
   template <class CopyOp, class T, int kStrip>
-  using GmemTiledCopy = decltype(cute::make_tiled_copy(
-      cute::Copy_Atom<CopyOp, T>{},
-      cute::Layout<cute::Shape<cute::Int<kThreads / (kStrip / 8)>, cute::Int<kStrip / 8>>,
-                   cute::Stride<cute::Int<kStrip / 8>, cute::_1>>{},
-      cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+  using GmemTiledCopy = sm80::GmemTiledCopy<CopyOp, T, kThreads, kStrip>;
   using GmemCopyQK = GmemTiledCopy<platform::CopyGlobalToShared, Element, strip(kHeadDim)>;
   using GmemCopyV = GmemTiledCopy<platform::CopyGlobalToShared, Element, strip(kHeadDimV)>;
   using GmemCopyO =

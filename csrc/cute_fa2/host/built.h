@@ -1,0 +1,41 @@
+// What a plan asks of this build, and its refusals.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "generated/variants.inc"
+#include "host/params.h"
+
+namespace flash_cute {
+
+[[noreturn]] inline void refuse(const std::string& sentence) {
+  throw std::runtime_error("flash_cute: " + sentence);
+}
+
+// The smallest head dim that was built and serves the call.
+inline int built_head_dim(const AttentionParams& params) {
+  const int head_dim = std::max(params.head_dim, params.head_dim_v);
+  for (int built : kBuiltHeadDims) {
+    if (head_dim <= built) return built;
+  }
+  refuse("this build has no kernel for head dim " + std::to_string(head_dim) +
+         ", only for those up to " + std::to_string(kBuiltHeadDims.back()) +
+         "; build with FLASH_CUTE_HEAD_DIMS naming more, or without it");
+}
+
+[[noreturn]] inline void refuse_tile(const AttentionParams& params, int smem_limit) {
+  refuse("no tile for head dim " + std::to_string(params.head_dim) + " fits " +
+         std::to_string(smem_limit) + " bytes of shared memory");
+}
+
+// Whether one launch can have so many CTAs; `blocks` says of what they are.
+inline void check_grid(int64_t ctas, const char* blocks = "query") {
+  if (ctas > INT32_MAX) {
+    refuse("batch x heads x " + std::string(blocks) + " blocks is " + std::to_string(ctas) +
+           ", more than the 2^31 - 1 CTAs that one launch can have; split the batch");
+  }
+}
+
+}  // namespace flash_cute

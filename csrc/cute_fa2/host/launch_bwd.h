@@ -1,0 +1,25 @@
+// From the plan of a backward to running kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "host/params.h"
+#include "host/plan_bwd.h"
+
+namespace flash_cute {
+
+// Launches the plan of `params` on `stream` of `device`, which is the current device. `workspace`
+// is 16-byte aligned memory of the device, of plan.workspace_bytes, for these kernels alone.
+void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int device,
+                cudaStream_t stream);
+
+// Runs ahead of the others: statistics, and sums and counters that begin as 0
+// (preprocess/launch.cu).
+void launch_preprocess(const BwdParams& params, int block_m, int tile_head_dim, int device,
+                       cudaStream_t stream);
+
+// Instantiated in the generated files; defined in sm80/bwd/launch.h.
+template <DType kDType, int kHeadDim, MaskKind kMask>
+void launch_bwd_sm80(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream);
+
+}  // namespace flash_cute

@@ -1,0 +1,119 @@
+#include "host/plan_bwd.h"
+
+#include <algorithm>
+
+#include "host/built.h"
+#include "host/named_numbers.h"
+#include "tiles/bwd_sm80.h"
+
+namespace flash_cute {
+namespace {
+
+// The CTAs of a group share its query heads where there are fewer than two tiles for each SM.
+int choose_head_splits(const BwdParams& params, int64_t tiles, int multiprocessors, int64_t asked) {
+  const int64_t group = params.group_size;
+  const int64_t wanted = asked != 0 ? asked : ceil_div(2 * int64_t{multiprocessors}, tiles);
+  const int64_t heads = ceil_div(group, std::clamp<int64_t>(wanted, 1, group));  // of a split
+  return static_cast<int>(ceil_div(group, heads));
+}
+
+// Tiles are taken from the first keys on: under a causal mask those have the most rows. And so a
+// block of dQ gets its sums in the order of the keys, each from a tile that was taken earlier.
+// Equal tiles need no order of heads but that of memory. Unequal ones go through the heads of a
+// group side by side, as many as leave their Q, dO and dQ in two thirds of L2.
+TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan, int l2_bytes) {
+  const int64_t columns = params.head_dim + params.head_dim_v;
+  const int64_t head_bytes = params.group_size * int64_t{params.len_q} *
+                             (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
+  const int heads = params.heads_kv() * params.batch * plan.head_splits;
+  const int64_t within_l2 = l2_bytes / 3 * 2 / std::max<int64_t>(head_bytes, 1);
+  const int head_group =
+      params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(within_l2, 1, heads));
+  return {.m_blocks = plan.n_blocks,
+          .heads = heads,
+          .head_group = head_group,
+          .first_head_group = (heads - 1) % head_group + 1,
+          .ascending = true,
+          .before_last = 0};
+}
+
+// Hands out parts of a workspace, each 16-byte aligned.
+class Allocator {
+ public:
+  explicit Allocator(void* memory) : memory_(static_cast<char*>(memory)) {}
+  template <class T>
+  T* take(int64_t count) {
+    char* const here = memory_ + bytes_;
+    bytes_ += ceil_div(count * static_cast<int64_t>(sizeof(T)), 16) * 16;
+    return count == 0 ? nullptr : reinterpret_cast<T*>(here);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  char* memory_;
+  int64_t bytes_ = 0;
+};
+
+BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& params) {
+  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
+  const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
+  const int64_t rows_k = int64_t{params.batch} * params.heads_kv() * plan.n_blocks * config.block_n;
+  const bool sums_dq = plan.n_blocks != 1, in_order = sums_dq && params.deterministic;
+  const int64_t split_rows = plan.head_splits > 1 ? plan.head_splits * rows_k : 0;
+  BwdWorkspace workspace;
+  workspace.stats = memory.take<RowGradStats>(blocks_q * config.block_m);
+  workspace.dq = memory.take<float>(sums_dq ? blocks_q * config.block_m * config.head_dim : 0);
+  workspace.dk = memory.take<float>(split_rows * config.head_dim);
+  workspace.dv = memory.take<float>(split_rows * config.head_dim_v);
+  workspace.tickets = memory.take<int>(in_order ? 1 : 0);
+  workspace.added = memory.take<int>(in_order ? blocks_q : 0);
+  return workspace;
+}
+
+}  // namespace
+
+BwdOverrides parse_bwd_overrides(const std::string& text) {
+  BwdOverrides overrides;
+  read_named_numbers(
+      text, "tuning", "one of arch, smem_limit, splits, head_splits",
+      [&](const std::string& name, int64_t value) {
+        if (value < 0) {
+          refuse(name + " in tuning is " + std::to_string(value) + ": it must be 0 or more");
+        }
+        if (name == "smem_limit") overrides.smem_limit = value;
+        if (name == "head_splits") overrides.head_splits = value;
+        return name == "smem_limit" || name == "head_splits" || name == "arch" || name == "splits";
+      });
+  return overrides;
+}
+
+BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
+                 const DeviceProperties& device) {
+  BwdPlan plan{};
+  plan.head_dim = built_head_dim(params);
+  const int64_t lent = device.smem_per_cta;
+  const int limit =
+      static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
+  plan.tile = select_bwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
+  if (plan.tile < 0) refuse_tile(params, limit);
+  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
+  plan.m_blocks = static_cast<int>(ceil_div(params.len_q, config.block_m));
+  plan.n_blocks = static_cast<int>(ceil_div(params.len_k, config.block_n));
+  const int64_t tiles = int64_t{params.batch} * params.heads_kv() * plan.n_blocks;
+  plan.head_splits = choose_head_splits(params, std::max<int64_t>(tiles, 1), device.multiprocessors,
+                                        overrides.head_splits);
+  check_grid(tiles * plan.head_splits, "key");
+  check_grid(int64_t{params.batch} * params.heads_q * plan.m_blocks);
+  plan.order = order_tiles(params, plan, device.l2_bytes);
+  Allocator count(nullptr);
+  allocate(count, plan, params);
+  plan.workspace_bytes = count.bytes();
+  return plan;
+}
+
+BwdWorkspace place_workspace(const BwdPlan& plan, const BwdParams& params, void* memory) {
+  Allocator allocator(memory);
+  return allocate(allocator, plan, params);
+}
+
+}  // namespace flash_cute

@@ -1,0 +1,41 @@
+// The plan of a backward, as plan_fwd.h has that of a forward. The kernels are those of sm80, on
+// every chip.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "host/device.h"
+#include "host/params.h"
+#include "host/tile_schedule.h"
+
+namespace flash_cute {
+
+// What tests and benchmarks may decide in place of the plan; 0 leaves it to the plan.
+struct BwdOverrides {
+  int64_t smem_limit = 0;   // the tile is one that fits so many bytes of shared memory
+  int64_t head_splits = 0;  // at most so many CTAs share the query heads of a group
+};
+
+// From "smem_limit=101376,...", any of the names above. What only a forward knows is passed over.
+// Throws std::runtime_error.
+BwdOverrides parse_bwd_overrides(const std::string& text);
+
+struct BwdPlan {
+  int head_dim;  // that the kernel was built for
+  int tile;      // index of the entry in kBwdTilesSm80
+  int m_blocks;
+  int n_blocks;
+  int head_splits;
+  TileOrder order;  // of tiles of block_n keys: it counts them as m_blocks
+  int64_t workspace_bytes;
+};
+
+// Throws std::runtime_error if this build cannot serve the call.
+BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
+                 const DeviceProperties& device);
+
+// The workspace of a plan in memory of its workspace_bytes.
+BwdWorkspace place_workspace(const BwdPlan& plan, const BwdParams& params, void* memory);
+
+}  // namespace flash_cute

@@ -1,0 +1,116 @@
+// The first kernel of a backward: what a step needs of each query row, and the sums and counters
+// that begin as 0. A CTA for each block of rows.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "common/element.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "host/params.h"
+
+namespace flash_cute {
+
+template <DType kDType>
+struct PreprocessKernel {
+  using Element = ElementOf<kDType>;
+
+  struct Traits {
+    static constexpr int kThreads = 256;
+    static constexpr int kMinCtas = 0;
+    struct SharedMemory {};
+  };
+  static constexpr int kLanes = 8;  // of a row
+
+  struct Arguments {
+    BwdParams params;
+    cutlass::FastDivmod m_blocks;
+    cutlass::FastDivmod heads;
+    int block_m;
+    int tile_head_dim;
+
+    Arguments(const BwdParams& params, int block_m, int tile_head_dim)
+        : params(params),
+          m_blocks(params.m_blocks),
+          heads(params.heads_q),
+          block_m(block_m),
+          tile_head_dim(tile_head_dim) {}
+  };
+
+  static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
+    const BwdParams& params = arguments.params;
+    const int thread = platform::thread_index();
+    const int64_t block = platform::cta_index();
+    int batch_head, m_block, batch, head;
+    arguments.m_blocks(batch_head, m_block, platform::cta_index());
+    arguments.heads(batch, head, batch_head);
+    const Sequence sequence(params, batch);
+
+    for (int first = 0; first < arguments.block_m; first += Traits::kThreads / kLanes) {
+      const int in_block = first + thread / kLanes;
+      const int row = m_block * arguments.block_m + in_block;
+      const bool exists = row < sequence.len_q;
+      const auto row_of = [&]<class Pointer>(const TensorView<Pointer>& view) {
+        using T = std::conditional_t<std::is_same_v<Pointer, const void*>, Element, float>;
+        return static_cast<const T*>(view.data) + batch * view.stride_batch +
+               head * view.stride_head + (sequence.first_q + row) * view.stride_row;
+      };
+      float sum = 0.f;
+      if (exists) sum = dot(row_of(params.dout), row_of(params.out), params.head_dim_v, thread);
+      CUTE_UNROLL
+      for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += platform::shuffle_xor(sum, lanes);
+      if (thread % kLanes != 0) continue;
+      RowGradStats stats = {INFINITY, 0.f};
+      if (exists) {
+        constexpr float kLog2e = 1.44269504088896341f;
+        const float lse = *row_of(params.lse);
+        const float dlse = params.dlse.data ? *row_of(params.dlse) : 0.f;  // fault: bwd-dlse
+        // Selected, not multiplied: dout and dlse of a row without a key may be anything.
+        if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};
+      }
+      params.workspace.stats[block * arguments.block_m + in_block] = stats;
+    }
+
+    if (params.workspace.dq) {
+      const int size = arguments.block_m * arguments.tile_head_dim;  // a multiple of 4
+      float* const sums = params.workspace.dq + block * size;
+      for (int i = 4 * thread; i < size; i += 4 * Traits::kThreads) store_zeros(sums + i);
+    }
+    if (params.workspace.tickets && thread == 0) {
+      params.workspace.added[block] = 0;
+      if (block == 0) *params.workspace.tickets = 0;
+    }
+  }
+
+ private:
+  // This lane's part of the product of two rows.
+  static CUTE_DEVICE float dot(const Element* a, const Element* b, int columns, int thread) {
+    using namespace cute;
+    float sum = 0.f;
+    for (int column = thread % kLanes * 8; column < columns; column += kLanes * 8) {
+      auto chunk = [&](const Element* row) {
+        auto elements = make_tensor<Element>(_8{});
+        copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{},
+             make_tensor(make_gmem_ptr(row + column), Shape<_8>{}), elements);
+        return elements;
+      };
+      const auto of_a = chunk(a), of_b = chunk(b);
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) sum = fmaf(float(of_a(i)), float(of_b(i)), sum);
+    }
+    return sum;
+  }
+
+  static CUTE_DEVICE void store_zeros(float* to) {
+    using namespace cute;
+    auto zeros = make_tensor<float>(_4{});
+    clear(zeros);
+    copy(Copy_Atom<UniversalCopy<uint128_t>, float>{}, zeros,
+         make_tensor(make_gmem_ptr(to), Shape<_4>{}));
+  }
+};
+
+}  // namespace flash_cute

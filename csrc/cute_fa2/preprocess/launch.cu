@@ -1,0 +1,17 @@
+#include "common/grid.h"
+#include "host/launch_bwd.h"
+#include "preprocess/kernel.h"
+#include "static_switch.h"
+
+namespace flash_cute {
+
+void launch_preprocess(const BwdParams& params, int block_m, int tile_head_dim, int device,
+                       cudaStream_t stream) {
+  dtype_switch(params.dtype, [&](auto dtype) {
+    using Kernel = PreprocessKernel<dtype()>;
+    run_grid<Kernel>(typename Kernel::Arguments(params, block_m, tile_head_dim),
+                     int64_t{params.batch} * params.heads_q * params.m_blocks, device, stream);
+  });
+}
+
+}  // namespace flash_cute

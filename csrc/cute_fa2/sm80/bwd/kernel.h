@@ -1,0 +1,114 @@
+// One tile of the SM80 backward from beginning to end, and the kernel that makes gradients of sums.
+#pragma once
+
+#include <cutlass/fast_math.h>
+
+#include <cute/tensor.hpp>
+
+#include "common/mask.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "sm80/bwd/accumulator.h"
+#include "sm80/bwd/arguments.h"
+#include "sm80/bwd/mainloop.h"
+#include "sm80/bwd/traits.h"
+
+namespace flash_cute::sm80 {
+
+template <class Traits_, MaskKind kMask>
+struct BwdKernel {
+  using Traits = Traits_;
+  using Arguments = BwdArguments;
+  using SharedMemory = typename Traits::SharedMemory;
+  using Mainloop = BwdMainloop<Traits, kMask>;
+  using Sums = AccumulatorSums<Traits>;
+
+  static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
+    using namespace cute;
+    const BwdParams& params = arguments.params;
+    const TileCoord tile = take_tile(arguments, smem);
+    const Sequence sequence(params, tile.batch);
+    const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
+
+    typename Traits::TiledMmaDkv tiled_mma;
+    auto tdKrdK = partition_fragment_C(tiled_mma, typename Traits::ShapeK{});
+    auto tdVrdV = partition_fragment_C(tiled_mma, typename Traits::ShapeV{});
+    Mainloop(arguments, tile, mask, sequence, smem).run(tdKrdK, tdVrdV);
+
+    if (params.head_splits > 1) {
+      const int64_t index =
+          ((int64_t{tile.split} * params.batch + tile.batch) * params.heads_kv() + tile.head) *
+              params.n_blocks +
+          tile.m_block;
+      Sums::store(params.workspace.dk + index * size(typename Traits::ShapeK{}), tdKrdK);
+      Sums::store(params.workspace.dv + index * size(typename Traits::ShapeV{}), tdVrdV);
+      return;
+    }
+    const int row0 = tile.m_block * Traits::kBlockN;
+    const auto place = [&](const TensorView<void*>& view, int columns) {
+      return GradientPlace{view, tile.batch, tile.head, sequence.first_k, sequence.len_k, columns};
+    };
+    using Element = typename Traits::Element;
+    store_gradient<Element, typename Traits::TiledMmaDkv, typename Traits::ShapeK>(
+        place(params.dk, params.head_dim), row0, params.scale.scale, tdKrdK);
+    store_gradient<Element, typename Traits::TiledMmaDkv, typename Traits::ShapeV>(
+        place(params.dv, params.head_dim_v), row0, 1.f, tdVrdV);
+  }
+
+ private:
+  // CTAs that wait for others take their tiles in turn, so that all earlier ones already run.
+  static CUTE_DEVICE TileCoord take_tile(const Arguments& arguments, SharedMemory& smem) {
+    int index = platform::cta_index();
+    if (int* const tickets = arguments.params.workspace.tickets) {
+      if (platform::thread_index() == 0) smem.ticket = platform::next_number(tickets);
+      platform::sync_cta();  // the ticket is there
+      index = smem.ticket;
+    }
+    const TileCoord tile = arguments.decoder.tile(index);
+    return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
+            platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
+  }
+};
+
+// Sums of fp32 to gradients: of dQ, and of dK and dV where CTAs share the heads of a group. A CTA
+// for each tile of `Shape`.
+template <class BwdTraits, class TiledMma, class Shape>
+struct ConvertKernel {
+  struct Traits {
+    static constexpr int kThreads = BwdTraits::kThreads;
+    static constexpr int kMinCtas = 1;
+    struct SharedMemory {};
+  };
+  struct Arguments {
+    TensorView<void*> gradient;
+    const float* sums;  // (splits, batch, heads, blocks, a tile)
+    int splits;
+    int64_t tiles;  // of a split
+    cutlass::FastDivmod blocks;
+    cutlass::FastDivmod heads;
+    int rows;
+    int columns;
+    float factor;
+  };
+
+  static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
+    using namespace cute;
+    const int64_t tile = platform::cta_index();
+    int batch_head, block, batch, head;
+    arguments.blocks(batch_head, block, platform::cta_index());
+    arguments.heads(batch, head, batch_head);
+    auto sum = partition_fragment_C(TiledMma{}, Shape{});
+    clear(sum);
+    for (int split = 0; split < arguments.splits; ++split) {  // in a fixed order
+      const int64_t index = split * arguments.tiles + tile;
+      AccumulatorSums<Traits>::load(arguments.sums + index * size(Shape{}), sum);
+    }
+    const GradientPlace place = {arguments.gradient, batch, head, 0, arguments.rows,
+                                 arguments.columns};
+    constexpr int kRows = decltype(size<0>(Shape{}))::value;
+    store_gradient<typename BwdTraits::Element, TiledMma, Shape>(place, block * kRows,
+                                                                 arguments.factor, sum);
+  }
+};
+
+}  // namespace flash_cute::sm80

@@ -1,0 +1,307 @@
+// The SM80 main loop of the backward: a tile of keys walks over the query rows that see them, from
+// the last block to the first, in each query head of its group.
+//
+//   S = Q K^T      P = 2^(scale_log2 S - lse_log2)        dV += P^T dO
+//   dP = dO V^T    dS = P * (dP - delta)                  dK += dS^T Q     dQ += dS K
+//
+// The scale goes onto the sums: onto dS, it could leave fp16's range.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/mask.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "common/tile_decoder.h"
+#include "sm80/bwd/accumulator.h"
+#include "sm80/bwd/arguments.h"
+#include "sm80/copy.h"
+#include "sm80/fragment.h"
+#include "sm80/gemm.h"
+#include "sm80/layouts.h"
+
+namespace flash_cute::sm80 {
+
+// Of one thread and one tile.
+template <class Traits, MaskKind kMask>
+class BwdMainloop {
+  using Element = typename Traits::Element;
+  using SharedMemory = typename Traits::SharedMemory;
+  using Sums = AccumulatorSums<Traits>;
+  using TiledMmaS = typename Traits::TiledMmaS;
+  using TiledMmaDkv = typename Traits::TiledMmaDkv;
+  using TiledMmaDq = typename Traits::TiledMmaDq;
+  using ShapeQ = typename Traits::ShapeQ;
+  using ShapeDout = typename Traits::ShapeDout;
+  using ShapeK = typename Traits::ShapeK;
+  using ShapeV = typename Traits::ShapeV;
+  using ShapeS = typename Traits::ShapeS;
+
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
+
+ public:
+  using TileMask = Mask<kMask, UnpackedRows>;
+
+  CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, TileCoord tile, const TileMask& mask,
+                          const Sequence& sequence, SharedMemory& smem)
+      : arguments_(arguments),
+        params_(arguments.params),
+        tile_(tile),
+        mask_(mask),
+        sequence_(sequence),
+        smem_(smem),
+        thread_(platform::thread_index()),
+        n_block_(tile.m_block) {}
+
+  // Leaves the sums in tdKrdK (4, MMA_N, kHeadDim / 8) and tdVrdV (4, MMA_N, kHeadDimV / 8).
+  template <class Dk, class Dv>
+  CUTE_DEVICE void run(Dk& tdKrdK, Dv& tdVrdV) {
+    cute::clear(tdKrdK);
+    cute::clear(tdVrdV);
+    const int key0 = n_block_ * kBlockN;
+    const int key_end = cute::min(key0 + kBlockN, sequence_.len_k);
+    // A dQ that is stored at once is stored everywhere.
+    const BlockRange visible =
+        params_.has_one_key_block()
+            ? BlockRange{0, params_.m_blocks}
+            : mask_.visible_row_blocks(key0, key_end, sequence_.len_q, kBlockM);
+    if (visible.end <= visible.begin) return;
+    const int first_head =
+        tile_.head * params_.group_size + tile_.split * arguments_.heads_of_split;
+    const int last_head =
+        cute::min(first_head + arguments_.heads_of_split, (tile_.head + 1) * params_.group_size) -
+        1;
+
+    load<ShapeK>(params_.k, tile_.head, n_block_, sequence_.first_k, sequence_.len_k,
+                 params_.head_dim, sK());
+    load<ShapeV>(params_.v, tile_.head, n_block_, sequence_.first_k, sequence_.len_k,
+                 params_.head_dim_v, sV());
+    Block block = {first_head, visible.end - 1};
+    unsigned stage = 0;
+    load_block(block, stage);
+    platform::commit_copies();
+    for (;;) {
+      const bool is_last = block.head == last_head && block.m_block == visible.begin;
+      const Block next = block.m_block > visible.begin ? Block{block.head, block.m_block - 1}
+                                                       : Block{block.head + 1, visible.end - 1};
+      step(block, next, is_last, stage, tdKrdK, tdVrdV);
+      if (is_last) return;
+      block = next;
+      stage = (stage + 1) % Traits::kStages;
+    }
+  }
+
+ private:
+  // Query rows of one head.
+  struct Block {
+    int head;
+    int m_block;
+  };
+
+  // -- shared memory -----------------------------------------------------------------------------
+
+  template <class Shape>
+  static CUTE_DEVICE auto tile(Element* data) {
+    return make_tensor(cute::make_smem_ptr(data), SmemLayout<Shape>{});
+  }
+  template <class Shape>
+  static CUTE_DEVICE auto transposed(Element* data) {  // the same elements
+    return make_tensor(cute::make_smem_ptr(data), SmemLayoutTransposed<Shape>{});
+  }
+  CUTE_DEVICE auto sK() const { return tile<ShapeK>(smem_.k); }                         // (N, D)
+  CUTE_DEVICE auto sV() const { return tile<ShapeV>(smem_.v); }                         // (N, Dv)
+  CUTE_DEVICE auto sQ(int stage) const { return tile<ShapeQ>(smem_.q[stage]); }         // (M, D)
+  CUTE_DEVICE auto sDo(int stage) const { return tile<ShapeDout>(smem_.dout[stage]); }  // (M, Dv)
+  CUTE_DEVICE auto sP() const { return tile<ShapeS>(smem_.p); }                         // (M, N)
+  CUTE_DEVICE auto sDs() const { return tile<ShapeS>(smem_.ds); }                       // (M, N)
+
+  // Issues the copy of block `index` of a head's rows. Rows that do not exist become zeros.
+  template <class Shape, class Target>
+  CUTE_DEVICE void load(const TensorView<const void*>& view, int head, int index, int64_t first,
+                        int rows, int columns, Target&& target) const {
+    constexpr int kRows = decltype(cute::size<0>(Shape{}))::value;
+    constexpr int kColumns = decltype(cute::size<1>(Shape{}))::value;
+    const TileLoader<typename Traits::template GmemCopy<kColumns>, Shape> loader(
+        platform::rematerialize(thread_), columns);
+    const int64_t stride_row = platform::rematerialize(view.stride_row);
+    const Element* const matrix = static_cast<const Element*>(view.data) +
+                                  tile_.batch * view.stride_batch + head * view.stride_head +
+                                  first * stride_row;
+    const Element* source = loader.find(matrix, stride_row, index);
+    loader.template load<false>(source, stride_row, target, rows - index * kRows);
+  }
+
+  CUTE_DEVICE int64_t index_of(Block block) const {
+    return (int64_t{tile_.batch} * params_.heads_q + block.head) * params_.m_blocks + block.m_block;
+  }
+
+  // Q, dO and the statistics of a block.
+  CUTE_DEVICE void load_block(Block block, unsigned stage) const {
+    using namespace cute;
+    load<ShapeQ>(params_.q, block.head, block.m_block, sequence_.first_q, sequence_.len_q,
+                 params_.head_dim, sQ(stage));
+    load<ShapeDout>(params_.dout, block.head, block.m_block, sequence_.first_q, sequence_.len_q,
+                    params_.head_dim_v, sDo(stage));
+    if (thread_ < kBlockM / 2) {  // two rows a thread
+      const auto* from = reinterpret_cast<const float*>(params_.workspace.stats +
+                                                        index_of(block) * kBlockM + 2 * thread_);
+      auto* to = reinterpret_cast<float*>(&smem_.stats[stage][2 * thread_]);
+      copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(true),
+           make_tensor(make_gmem_ptr(from), Shape<_4>{}),
+           make_tensor(make_smem_ptr(to), Shape<_4>{}));
+    }
+  }
+
+  // -- a block -----------------------------------------------------------------------------------
+
+  template <class Dk, class Dv>
+  CUTE_DEVICE void step(Block block, Block next, bool is_last, unsigned stage, Dk& tdKrdK,
+                        Dv& tdVrdV) {
+    using namespace cute;
+    // Q, dO and statistics of this block (and K and V, in the first step) are there, for all
+    // threads. All warps are done with P, dS and the block before, which may be overwritten.
+    platform::wait_copies<0>();
+    platform::sync_cta();  // fault: bwd-cta-barrier
+    if constexpr (Traits::kStages == 2) load_next(next, is_last, stage ^ 1);
+
+    auto tSrS = partition_fragment_C(TiledMmaS{}, ShapeS{});   // (4, MMA_M, N / 8)
+    auto tSrDp = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, N / 8)
+    gemm_of_rows<TiledMmaS>(sQ(stage), sK(), tSrS);
+    const int row0 = block.m_block * kBlockM;
+    weigh(row0, stage, tSrS);
+    store_shared(tSrS, sP());
+    gemm_of_rows<TiledMmaS>(sDo(stage), sV(), tSrDp);
+    differentiate(stage, tSrS, tSrDp);
+    store_shared(tSrDp, sDs());
+    platform::sync_cta();  // P and dS are there, of all warps; fault: bwd-ds-barrier
+
+    accumulate(transposed<ShapeS>(smem_.p), transposed<ShapeDout>(smem_.dout[stage]), tdVrdV);
+    accumulate(transposed<ShapeS>(smem_.ds), transposed<ShapeQ>(smem_.q[stage]), tdKrdK);
+    if constexpr (Traits::kStages == 1) {
+      platform::sync_cta();  // all warps are done with Q and dO, which may be overwritten
+      load_next(next, is_last, 0);
+    }
+    auto tdQrdQ = partition_fragment_C(TiledMmaDq{}, ShapeQ{});  // (4, MMA_M, D / 8)
+    cute::clear(tdQrdQ);
+    smem_gemm<typename Traits::template LoadA<TiledMmaDq>,
+              typename Traits::template LoadTransposedB<TiledMmaDq>>(
+        TiledMmaDq{}, platform::rematerialize(thread_), sDs(), transposed<ShapeK>(smem_.k), tdQrdQ);
+    add_dq(block, tdQrdQ);
+  }
+
+  CUTE_DEVICE void load_next(Block next, bool is_last, unsigned stage) const {
+    if (!is_last) load_block(next, stage);
+    platform::commit_copies();
+  }
+
+  // C = A B^T
+  template <class TiledMma, class A, class B, class C>
+  CUTE_DEVICE void gemm_of_rows(const A& sA, const B& sB, C& rC) const {
+    clear(rC);
+    smem_gemm<typename Traits::template LoadA<TiledMma>, typename Traits::template LoadB<TiledMma>>(
+        TiledMma{}, platform::rematerialize(thread_), sA, sB, rC);
+  }
+
+  // dK or dV += A B^T, where both lie transposed in shared memory.
+  template <class A, class B, class C>
+  CUTE_DEVICE void accumulate(const A& sA, const B& sB, C& rC) const {
+    smem_gemm<typename Traits::template LoadTransposedA<TiledMmaDkv>,
+              typename Traits::template LoadTransposedB<TiledMmaDkv>>(
+        TiledMmaDkv{}, platform::rematerialize(thread_), sA, sB, rC);
+  }
+
+  // (rows, columns) -> (row, key), in the tile
+  static CUTE_DEVICE auto coords(unsigned thread) {
+    return as_matrix(
+        TiledMmaS{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeS{})));
+  }
+
+  // P from S. The mask goes onto the exponent: the weight of a key that its row does not see may be
+  // inf.
+  template <class S>
+  CUTE_DEVICE void weigh(int row0, unsigned stage, S& tSrS) const {
+    using namespace cute;
+    auto weights = as_matrix(tSrS);  // (rows, columns)
+    const auto at = coords(platform::rematerialize(thread_));
+    const float scale_log2 = params_.scale.signed_log2();
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(weights); ++r) {
+      const float lse_log2 = smem_.stats[stage][get<0>(at(r, 0))].lse_log2;
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(weights); ++c) {
+        weights(r, c) = fmaf(weights(r, c), scale_log2, -lse_log2);
+      }
+    }
+    const int key0 = n_block_ * kBlockN;
+    if (mask_.cuts(row0, kBlockM, key0, kBlockN)) {
+      mask_.apply(weights, at, coords(0u), row0, kBlockM, key0, kBlockN);  // fault: bwd-mask
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
+  }
+
+  // dS from dP, in its place.
+  template <class P, class Dp>
+  CUTE_DEVICE void differentiate(unsigned stage, P& tSrP, Dp& tSrDp) const {
+    using namespace cute;
+    const auto weights = as_matrix(tSrP);  // (rows, columns)
+    auto ds = as_matrix(tSrDp);            // (rows, columns)
+    const auto at = coords(platform::rematerialize(thread_));
+    CUTE_UNROLL
+    for (int r = 0; r < size<0>(ds); ++r) {
+      const float delta = smem_.stats[stage][get<0>(at(r, 0))].delta;  // fault: bwd-delta
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(ds); ++c) ds(r, c) = weights(r, c) * (ds(r, c) - delta);
+    }
+  }
+
+  // To the 16-bit tile `to`, (M, N).
+  template <class S, class Target>
+  CUTE_DEVICE void store_shared(const S& tSrS, Target&& to) const {
+    using namespace cute;
+    using Store = typename Traits::StoreS;
+    auto elements = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
+    auto store = Store{}.get_slice(platform::rematerialize(thread_));
+    // Both (2, 2 MMA_M, N / 8).
+    copy(Store{}, store.retile_S(elements), store.partition_D(to));
+  }
+
+  // Adds this tile's part of dQ to the sums of the block. Where they are in order, after the parts
+  // of all earlier keys that the block sees.
+  template <class Dq>
+  CUTE_DEVICE void add_dq(Block block, Dq& tdQrdQ) const {
+    const int row0 = block.m_block * kBlockM;
+    if (params_.has_one_key_block()) {
+      const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
+                                   sequence_.first_q, sequence_.len_q, params_.head_dim};
+      store_gradient<Element, TiledMmaDq, ShapeQ>(place, row0, params_.scale.scale, tdQrdQ);
+      return;
+    }
+    const BwdWorkspace& workspace = params_.workspace;
+    float* const sums = workspace.dq + index_of(block) * cute::size(ShapeQ{});
+    if (!workspace.tickets) return Sums::add(sums, tdQrdQ);
+    int* const added = workspace.added + index_of(block);
+    if (thread_ == 0) {
+      const int row_end = cute::min(row0 + kBlockM, sequence_.len_q);
+      const int turn = n_block_ - mask_.visible_blocks(row0, row_end, kBlockN).begin;
+      platform::wait_for_turn(added, turn);  // fault: bwd-turn
+    }
+    platform::sync_cta();  // it is this CTA's turn
+    Sums::add(sums, tdQrdQ);
+    platform::publish();
+    platform::sync_cta();  // all threads have added
+    if (thread_ == 0) platform::pass_turn(added);
+  }
+
+  const BwdArguments& arguments_;
+  const BwdParams& params_;
+  TileCoord tile_;
+  const TileMask& mask_;
+  const Sequence& sequence_;
+  SharedMemory& smem_;
+  unsigned thread_;
+  int n_block_;
+};
+
+}  // namespace flash_cute::sm80

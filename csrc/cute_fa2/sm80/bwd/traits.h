@@ -1,0 +1,81 @@
+// The types of one SM80 backward kernel: tile shapes, the tiled MMA of each product, shared-memory
+// layouts and the copies between memories.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/element.h"
+#include "common/platform.h"
+#include "host/params.h"
+#include "sm80/layouts.h"
+#include "tiles/bwd_sm80.h"
+
+namespace flash_cute::sm80 {
+
+template <DType kDType, BwdConfigSm80 kConfig>
+struct BwdTraits {
+  using Element = ElementOf<kDType>;
+
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kHeadDimV = kConfig.head_dim_v;
+  static constexpr int kBlockM = kConfig.block_m;
+  static constexpr int kBlockN = kConfig.block_n;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr int kThreads = kConfig.threads();
+  static constexpr int kMinCtas = 1;
+
+  using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;
+  using ShapeDout = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDimV>>;
+  using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;
+  using ShapeV = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDimV>>;
+  using ShapeS = cute::Shape<cute::Int<kBlockM>, cute::Int<kBlockN>>;
+
+  // Warps share S and dP, dK and dV, and dQ each in their own way: the squarer a warp's part, the
+  // less it reads.
+  template <WarpGrid kWarps>
+  using TiledMmaBy = TiledMmaOf<Element, kWarps.rows, kWarps.columns>;
+  using TiledMmaS = TiledMmaBy<kConfig.s_warps>;
+  using TiledMmaDkv = TiledMmaBy<kConfig.dkv_warps>;
+  using TiledMmaDq = TiledMmaBy<kConfig.dq_warps>;
+  template <class Shape>
+  static constexpr bool divides(WarpGrid warps) {
+    return cute::size<0>(Shape{}) % (16 * warps.rows) == 0 &&
+           cute::size<1>(Shape{}) % (16 * warps.columns) == 0 &&
+           warps.count() == kConfig.s_warps.count();
+  }
+  static_assert(divides<ShapeS>(kConfig.s_warps) && divides<ShapeK>(kConfig.dkv_warps) &&
+                divides<ShapeV>(kConfig.dkv_warps) && divides<ShapeQ>(kConfig.dq_warps));
+
+  struct SharedMemory {
+    alignas(128) Element k[cute::size(ShapeK{})];
+    alignas(128) Element v[cute::size(ShapeV{})];
+    alignas(128) Element q[kStages][cute::size(ShapeQ{})];
+    alignas(128) Element dout[kStages][cute::size(ShapeDout{})];
+    alignas(128) Element p[cute::size(ShapeS{})];
+    alignas(128) Element ds[cute::size(ShapeS{})];
+    alignas(128) RowGradStats stats[kStages][kBlockM];
+    alignas(128) int ticket;
+  };
+  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
+
+  template <int kColumns>
+  using GmemCopy = GmemTiledCopy<platform::CopyGlobalToShared, Element, kThreads, strip(kColumns)>;
+
+  // Operands of a tiled MMA by ldmatrix, from rows of shared memory or (transposed) from columns.
+  template <class TiledMma>
+  using LoadA = decltype(cute::make_tiled_copy_A(cute::Copy_Atom<platform::LoadMatrix, Element>{},
+                                                 TiledMma{}));
+  template <class TiledMma>
+  using LoadB = decltype(cute::make_tiled_copy_B(cute::Copy_Atom<platform::LoadMatrix, Element>{},
+                                                 TiledMma{}));
+  template <class TiledMma>
+  using LoadTransposedA = decltype(cute::make_tiled_copy_A(
+      cute::Copy_Atom<platform::LoadMatrixTransposed, Element>{}, TiledMma{}));
+  template <class TiledMma>
+  using LoadTransposedB = decltype(cute::make_tiled_copy_B(
+      cute::Copy_Atom<platform::LoadMatrixTransposed, Element>{}, TiledMma{}));
+  using StoreS = decltype(cute::make_tiled_copy_C(
+      cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Element>{}, TiledMmaS{}));
+};
+
+}  // namespace flash_cute::sm80

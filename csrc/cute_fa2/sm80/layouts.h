@@ -1,0 +1,53 @@
+// Layouts of shared memory and the copies between memories that the SM80 kernels share.
+#pragma once
+
+#include <cute/atom/copy_atom.hpp>
+#include <cute/atom/copy_traits_sm75.hpp>
+#include <cute/atom/copy_traits_sm80.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/atom/mma_traits_sm80.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/platform.h"
+
+namespace flash_cute::sm80 {
+
+// `kRowWarps` x `kColumnWarps` warps share a product. 16 neighbouring columns are one warp's: one
+// ldmatrix.x4 fills B operands for two n8.
+template <class Element, int kRowWarps, int kColumnWarps>
+using TiledMmaOf = cute::TiledMMA<
+    cute::MMA_Atom<platform::Mma<Element>>,
+    cute::Layout<cute::Shape<cute::Int<kRowWarps>, cute::Int<kColumnWarps>, cute::_1>>,
+    cute::Tile<cute::Int<16 * kRowWarps>,
+               cute::Layout<cute::Shape<cute::_8, cute::Int<kColumnWarps>, cute::_2>,
+                            cute::Stride<cute::_1, cute::_16, cute::_8>>,
+               cute::_16>>;
+
+// Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32. The
+// swizzle permutes the 16-byte chunks of 8 neighbouring rows, so that a column of chunks lies in 8
+// different bank groups. One ldmatrix phase, or the store of an accumulator, touches such a column.
+constexpr int strip(int columns) { return columns % 64 == 0 ? 64 : 32; }
+template <int kStrip>
+using SmemAtom =
+    decltype(cute::composition(cute::Swizzle<kStrip == 64 ? 3 : 2, 3, 3>{},
+                               cute::Layout<cute::Shape<cute::_8, cute::Int<kStrip>>,
+                                            cute::Stride<cute::Int<kStrip>, cute::_1>>{}));
+template <class Shape>
+using SmemLayout =
+    decltype(cute::tile_to_shape(SmemAtom<strip(cute::size<1>(Shape{}))>{}, Shape{}));
+// (rows, columns) -> the same elements as (columns, rows)
+template <class Shape>
+using SmemLayoutTransposed = decltype(cute::composition(
+    SmemLayout<Shape>{},
+    cute::Layout<cute::Shape<decltype(cute::get<1>(Shape{})), decltype(cute::get<0>(Shape{}))>,
+                 cute::Stride<decltype(cute::get<0>(Shape{})), cute::_1>>{}));
+
+// 16 bytes a thread; neighbouring threads have a strip's row.
+template <class CopyOp, class T, int kThreads, int kStrip>
+using GmemTiledCopy = decltype(cute::make_tiled_copy(
+    cute::Copy_Atom<CopyOp, T>{},
+    cute::Layout<cute::Shape<cute::Int<kThreads / (kStrip / 8)>, cute::Int<kStrip / 8>>,
+                 cute::Stride<cute::Int<kStrip / 8>, cute::_1>>{},
+    cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+
+}  // namespace flash_cute::sm80

@@ -1,0 +1,32 @@
+// The ops: their schemas, and what implements them beside flash_cute/cpu.py.
+#include <torch/csrc/stable/library.h>
+
+#include "host/build_info.h"
+#include "torch/ops.h"
+
+STABLE_TORCH_LIBRARY(flash_cute, m) {
+  m.def(
+      "fwd(Tensor q, Tensor k, Tensor v, *, float? softmax_scale=None, SymInt window_left=-1, "
+      "SymInt window_right=-1, SymInt? diagonal_offset=None, bool? deterministic=None, str? "
+      "tuning=None) -> (Tensor out, Tensor softmax_lse)");
+  // fwd's gradients. A dout or dlse that is None counts as zeros.
+  m.def(
+      "bwd(Tensor? dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? "
+      "dlse=None, *, float? softmax_scale=None, SymInt window_left=-1, SymInt window_right=-1, "
+      "SymInt? diagonal_offset=None, bool deterministic=False, str? tuning=None) -> (Tensor dq, "
+      "Tensor dk, Tensor dv)");
+  m.def("build_info() -> str");
+  m.def("tiles_for(int smem_per_cta) -> str");
+  m.def("plan(str request, str tuning=\"\") -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) {
+  m.impl("fwd", TORCH_BOX(&flash_cute::fwd));
+  m.impl("bwd", TORCH_BOX(&flash_cute::bwd));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
+  m.impl("build_info", TORCH_BOX(&flash_cute::build_info));
+  m.impl("tiles_for", TORCH_BOX(&flash_cute::tiles_for));
+  m.impl("plan", TORCH_BOX(&flash_cute::plan));
+}

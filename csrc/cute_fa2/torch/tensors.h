@@ -1,0 +1,203 @@
+// Tensors of torch as the kernels take them. The files of this folder alone see torch, through
+// libtorch's stable ABI: one binary for every torch from 2.10 on. With no Python in it, it serves
+// every Python. They check what memory safety needs (torch.ops can be called directly); the
+// messages for people are in flash_cute/checks.py.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+
+#include "host/device.h"
+#include "host/params.h"
+
+// The one function that a CPU-only torch does not have: weak, so that the library loads there too.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace flash_cute {
+
+using torch::stable::Tensor;
+
+// The shape and strides of a tensor, asked for once, as each question is a call into libtorch.
+struct Geometry {
+  const int64_t* sizes;
+  const int64_t* strides;
+
+  explicit Geometry(const Tensor& t) : sizes(t.sizes().data()), strides(t.strides().data()) {}
+
+  // How a dimension's elements lie apart; where there is at most one, the stride says nothing.
+  int64_t step(int dim) const { return sizes[dim] > 1 ? strides[dim] : 0; }
+};
+
+// The kernels read and write rows in chunks of 16 bytes, 8 elements.
+inline bool has_rows_of_16_bytes(const Geometry& g, const void* data) {
+  return g.sizes[3] % 8 == 0 && g.step(3) == 1 && g.step(0) % 8 == 0 && g.step(1) % 8 == 0 &&
+         g.step(2) % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
+template <class Pointer>
+TensorView<Pointer> view_of(const Geometry& g, void* data) {
+  return {data, g.step(0), g.step(1), g.step(2)};
+}
+
+// A dense tensor of like's batch, heads and rows, with rows of whole chunks.
+inline Tensor new_padded(const Tensor& like) {
+  const int64_t* sizes = Geometry(like).sizes;
+  return torch::stable::new_empty(like, {sizes[0], sizes[1], sizes[2], whole_chunks(sizes[3])});
+}
+
+// `t` as the kernels read it. If its rows have no chunks of 16 bytes, `copy` keeps a dense copy,
+// with zeros up to the next multiple of 8.
+inline TensorView<const void*> readable(Tensor& t, std::optional<Tensor>& copy) {
+  const Geometry g(t);
+  void* data = t.data_ptr();
+  if (has_rows_of_16_bytes(g, data)) return view_of<const void*>(g, data);
+  copy = new_padded(t);
+  if (g.sizes[3] % 8 != 0) torch::stable::zero_(*copy);
+  Tensor columns = torch::stable::narrow(*copy, 3, 0, g.sizes[3]);
+  torch::stable::copy_(columns, t);
+  return view_of<const void*>(Geometry(*copy), copy->data_ptr());
+}
+
+inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
+                            int32_t dtype, int32_t device) {
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, dtype,
+                                                  aoti_torch_device_type_cuda(), device, &handle));
+  return Tensor(handle);
+}
+
+// torch.empty_like, without the detour through the dispatcher for the tensors that people have:
+// dense, in any order of the dimensions.
+inline Tensor new_like(const Tensor& t, const Geometry& g, int32_t dtype, int32_t device) {
+  int order[4] = {0, 1, 2, 3};
+  std::sort(order, order + 4, [&](int a, int b) { return g.strides[a] < g.strides[b]; });
+  int64_t dense_stride = 1;
+  for (int dim : order) {
+    if (g.sizes[dim] == 1) continue;
+    if (g.strides[dim] != dense_stride) return torch::stable::empty_like(t);
+    dense_stride *= g.sizes[dim];
+  }
+  return empty_strided(4, g.sizes, g.strides, dtype, device);
+}
+
+inline int32_t dtype_of(const Tensor& t) {
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+  return dtype;
+}
+
+inline std::optional<DType> dtype_from(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_float16()) return DType::kHalf;
+  if (dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  return {};
+}
+
+// What memory safety needs. `device` is q's.
+inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dtype,
+                         int32_t device, std::optional<double> softmax_scale) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
+                  "q, k and v must have 4 dimensions");
+  STD_TORCH_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda() && k.get_device_index() == device &&
+                      v.get_device_index() == device,
+                  "q, k and v must be on the same CUDA device");
+  STD_TORCH_CHECK(dtype_from(dtype) && dtype_of(k) == dtype && dtype_of(v) == dtype,
+                  "q, k and v must be all float16 or all bfloat16");
+  const int64_t* size_q = Geometry(q).sizes;
+  const int64_t* size_k = Geometry(k).sizes;
+  const int64_t* size_v = Geometry(v).sizes;
+  STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= kMaxHeadDim && size_k[3] == size_q[3] &&
+                      size_v[3] == size_q[3],
+                  "q, k and v must have the same head dim, from 1 to 256");
+  STD_TORCH_CHECK(size_k[0] == size_q[0] && size_v[0] == size_q[0],
+                  "q, k and v must have the same batch size");
+  STD_TORCH_CHECK(size_v[1] == size_k[1] && size_v[2] == size_k[2],
+                  "k and v must have the same heads and length");
+  STD_TORCH_CHECK(size_k[1] > 0 ? size_q[1] % size_k[1] == 0 : size_q[1] == 0,
+                  "the heads of q must be a multiple of those of k and v");
+  STD_TORCH_CHECK(size_q[2] <= kMaxLength && size_k[2] <= kMaxLength,
+                  "lengths must be at most 2^30 - 2^12");
+  STD_TORCH_CHECK(size_q[0] <= INT32_MAX && size_q[1] <= INT32_MAX,
+                  "batch and heads must be below 2^31");
+  STD_TORCH_CHECK(std::isfinite(softmax_scale.value_or(1)), "softmax_scale must be finite");
+}
+
+// Memory of the device for kernels alone, if they want any. It comes from torch's allocator, in the
+// stream's order, and goes back there.
+class Workspace {
+ public:
+  Workspace(int64_t bytes, int32_t device) {
+    const int64_t stride = 1;
+    if (bytes > 0) {
+      memory_ = empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), device);
+    }
+  }
+  void* data() const { return memory_ ? memory_->data_ptr() : nullptr; }
+
+ private:
+  std::optional<Tensor> memory_;
+};
+
+// The current stream of `device`, which is the current device as long as this lives.
+class CurrentStream {
+ public:
+  explicit CurrentStream(int32_t device) {
+    check_driver();
+    if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard_.emplace(device);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_));
+  }
+  cudaStream_t get() const { return static_cast<cudaStream_t>(stream_); }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  void* stream_ = nullptr;
+};
+
+// A tensor that kernels write: it, or where its rows have no chunks of 16 bytes a padded copy that
+// `finish` takes over.
+class Writable {
+ public:
+  explicit Writable(const Tensor& result) : result_(result) {
+    const Geometry g(result);
+    if (!has_rows_of_16_bytes(g, result.data_ptr())) copy_ = new_padded(result);
+  }
+  TensorView<void*> view() const {
+    const Tensor& written = copy_ ? *copy_ : result_;
+    return view_of<void*>(Geometry(written), written.data_ptr());
+  }
+  void finish() {
+    if (!copy_) return;
+    torch::stable::copy_(result_, torch::stable::narrow(*copy_, 3, 0, Geometry(result_).sizes[3]));
+  }
+
+ private:
+  Tensor result_;
+  std::optional<Tensor> copy_;
+};
+
+// What a forward and its backward are called with, but for the addresses.
+inline void set_attention(AttentionParams& params, const Geometry& q, const Geometry& k,
+                          int32_t dtype, std::optional<double> softmax_scale, int64_t window_left,
+                          int64_t window_right, std::optional<int64_t> diagonal_offset) {
+  const int64_t len_q = q.sizes[2], len_k = k.sizes[2], head_dim = q.sizes[3];
+  params.batch = static_cast<int>(q.sizes[0]);
+  params.heads_q = static_cast<int>(q.sizes[1]);
+  params.group_size = static_cast<int>(q.sizes[1] / k.sizes[1]);
+  params.len_q = static_cast<int>(len_q);
+  params.len_k = static_cast<int>(len_k);
+  params.head_dim = params.head_dim_v = static_cast<int>(whole_chunks(head_dim));
+  params.dtype = *dtype_from(dtype);
+  params.mask = set_band(params.band, len_q, len_k, window_left, window_right,
+                         diagonal_offset.value_or(len_k - len_q));
+  params.scale = make_softmax_scale(softmax_scale.value_or(1 / std::sqrt(double(head_dim))));
+}
+
+}  // namespace flash_cute

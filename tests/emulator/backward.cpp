@@ -1,0 +1,73 @@
+// The backward as Python calls it (emulator.py has the same struct).
+#include "call.h"
+#include "host/launch_bwd.h"
+#include "host/plan_bwd.h"
+#include "tiles/bwd_sm80.h"
+
+using namespace flash_cute;
+using emulator::CTensor;
+using emulator::GlobalMemory;
+
+namespace {
+
+// Each part on its own: between them there may be padding.
+void add(emulator::Session& session, const BwdWorkspace& workspace, const BwdPlan& plan,
+         const BwdParams& params) {
+  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
+  const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
+  const int64_t rows_q = blocks_q * config.block_m;
+  const int64_t rows_k = int64_t{plan.head_splits} * params.batch * params.heads_kv() *
+                         plan.n_blocks * config.block_n;
+  auto add_part = [&](const char* name, const auto* data, int64_t count) {
+    if (data) emulator::Workspace::add(session, name, data, count * int64_t{sizeof *data});
+  };
+  add_part("workspace.stats", workspace.stats, rows_q);
+  add_part("workspace.dq", workspace.dq, rows_q * config.head_dim);
+  add_part("workspace.dk", workspace.dk, rows_k * config.head_dim);
+  add_part("workspace.dv", workspace.dv, rows_k * config.head_dim_v);
+  add_part("workspace.tickets", workspace.tickets, 1);
+  add_part("workspace.added", workspace.added, blocks_q);
+}
+
+}  // namespace
+
+extern "C" {
+
+struct CBackward : emulator::CCall {
+  CTensor dout, dlse;  // dlse.data may be null
+  CTensor dq, dk, dv;
+  int32_t deterministic;
+};
+
+// As emulate_forward.
+__attribute__((visibility("default"))) int emulate_backward(const CBackward* call,
+                                                            emulator::Counters* counters,
+                                                            char* error, size_t error_bytes) {
+  BwdParams params{};
+  emulator::Session session = emulator::begin_call(*call, params);
+  params.dout = call->dout.view<const void>();
+  params.out = call->out.view<const void>();
+  params.lse = call->lse.view<const float>();
+  params.dlse = call->dlse.view<const float>();
+  params.dq = call->dq.view<void>();
+  params.dk = call->dk.view<void>();
+  params.dv = call->dv.view<void>();
+  params.deterministic = call->deterministic;
+  add(session, "dout", GlobalMemory::Use::kInput, call->dout);
+  add(session, "out", GlobalMemory::Use::kInput, call->out);
+  add(session, "lse", GlobalMemory::Use::kInput, call->lse);
+  if (call->dlse.data) add(session, "dlse", GlobalMemory::Use::kInput, call->dlse);
+  add(session, "dq", GlobalMemory::Use::kOutput, call->dq);
+  add(session, "dk", GlobalMemory::Use::kOutput, call->dk);
+  add(session, "dv", GlobalMemory::Use::kOutput, call->dv);
+  emulator::Workspace workspace;
+  auto launch = [&] {
+    const BwdPlan plan =
+        plan_bwd(params, parse_bwd_overrides(call->tuning), properties_of(emulator::kDevice));
+    workspace.allocate(plan.workspace_bytes);
+    add(session, place_workspace(plan, params, workspace.data()), plan, params);
+    launch_bwd(plan, params, workspace.data(), emulator::kDevice, nullptr);
+  };
+  return emulator::run_session(session, launch, counters, error, error_bytes);
+}
+}
