@@ -86,7 +86,7 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
     tiles = ops.tiles_for(smem)
     if props.major == 9:
         # These come before those of sm80. Of several for a head dim, the call decides.
-        tiles = [tile for tile in build["tiles"] if tile["arch"] == "sm90"] + tiles
+        tiles = [t for t in build["tiles"] if (t["arch"], t["op"]) == ("sm90", "fwd")] + tiles
     for tile in tiles:
         mask = {"any": "", "none": " (split-KV)"}.get(tile["mask"], f" ({tile['mask']})")
         rows.append(

@@ -51,14 +51,14 @@ bwd = torch.ops.flash_cute.bwd.default
 
 class TileOfAnyArch(TypedDict):
     arch: str
-    op: str
+    op: str  #: fwd or bwd
     mask: str  #: full, banded, any or none: the calls without split-KV that it serves
     head_dim: int  #: serves head dims of q and k up to this one
     head_dim_v: int  #: and of v
-    block_m: int  #: query rows of a tile
-    block_n: int  #: keys of a block
+    block_m: int  #: query rows of a tile; in the backward, of a block
+    block_n: int  #: keys of a block; in the backward, of a tile
     warps: int
-    stages: int  #: key blocks in shared memory
+    stages: int  #: blocks in shared memory: of keys; in the backward, of query rows
     smem_bytes: int
     ctas_per_sm: int  #: CTAs that fit a multiprocessor together
     max_registers: int  #: registers of a thread, of what the register file has then
@@ -67,9 +67,9 @@ class TileOfAnyArch(TypedDict):
 class Tile(TileOfAnyArch, total=False):
     """An entry of the kernels' tile tables."""
 
-    # sm80 only.
+    # sm80's forward only.
     column_warps: int  #: how many of the warps share their query rows
-    # sm90 only.
+    # sm90's forward only.
     split_kv: int  #: 1 if it serves split-KV, else 0
     ping_pong: int  #: 1 if consumers issue their products in turns, else 0
     q_stages: int  #: query tiles in shared memory
@@ -94,11 +94,12 @@ def build_info() -> BuildInfo:
     return cast(BuildInfo, json.loads(torch.ops.flash_cute.build_info()))
 
 
-def tiles_for(smem_limit: int) -> list[Tile]:
-    """The sm80 entries for a device that gives a CTA `smem_limit` bytes of shared memory, one for
-    each head dim.
+def tiles_for(smem_limit: int, op: str = "fwd") -> list[Tile]:
+    """The sm80 entries of an op for a device that gives a CTA `smem_limit` bytes of shared memory,
+    one for each head dim.
     """
-    return cast("list[Tile]", json.loads(torch.ops.flash_cute.tiles_for(smem_limit)))
+    tiles = cast("list[Tile]", json.loads(torch.ops.flash_cute.tiles_for(smem_limit)))
+    return [tile for tile in tiles if tile["op"] == op]
 
 
 def plan(request: str, tuning: str = "") -> dict[str, Any]:

@@ -19,17 +19,21 @@ import pytest
 
 from flash_cute import ops
 
-#: The members of FwdConfigSm80 and FwdConfigSm90 (csrc/cute_fa2/tiles). The numbers in a kernel's
-#: mangled name have the same order.
+#: The members of FwdConfigSm80, BwdConfigSm80 and FwdConfigSm90 (csrc/cute_fa2/tiles), the warp
+#: grids of the backward aside. The numbers in a kernel's mangled name have the same order.
 CONFIG = {
-    "sm80": (
+    ("sm80", "fwd"): (
         *("head_dim", "head_dim_v", "block_m", "block_n"),
         *("row_warps", "pipelined_qk", "column_warps"),
     ),
-    "sm90": ("head_dim", "head_dim_v", "consumers", "block_n", "stages", "q_stages", "ping_pong"),
+    ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),
+    ("sm90", "fwd"): (
+        *("head_dim", "head_dim_v", "consumers", "block_n"),
+        *("stages", "q_stages", "ping_pong"),
+    ),
 }
 #: Behind the configuration of sm90: whether the kernel is for split-KV.
-MANGLED = re.compile(r"(sm[89]0)9FwdKernel\S*FwdConfigSm[89]0E((?:L[ib]\d+E)+)E(?:ELb(1)E)?")
+MANGLED = re.compile(r"sm[89]09([FB]wd)Kernel\S*[FB]wdConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?")
 #: An instruction, without its predicate.
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(.*?)\s*;", re.MULTILINE)
 
@@ -74,17 +78,18 @@ def functions_by_code() -> dict[str, list[tuple[str, str]]]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A forward kernel on one chip."""
+    """A kernel with a tile, on one chip."""
 
     name: str
     arch: str
     config: dict[str, int]
     is_split_kv: bool
     text: str
+    op: str = "fwd"
 
     @property
     def tile(self) -> tuple[int, ...]:
-        return _tile(self.arch, self.config)
+        return _tile(self.arch, self.op, self.config)
 
     @functools.cached_property
     def opcodes(self) -> Counter[str]:
@@ -102,27 +107,28 @@ class Kernel:
 
 def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
     """Of an entry of the tile table what `Kernel.tile` has of a kernel."""
-    if entry["arch"] == "sm80":
+    arch, op = entry["arch"], entry["op"]
+    if op == "fwd" and arch == "sm80":
         row_warps = entry["warps"] // entry["column_warps"]
-        return _tile("sm80", {**entry, "row_warps": row_warps, "pipelined_qk": entry["stages"] - 1})
-    return _tile("sm90", {**entry, "consumers": entry["block_m"] // 64})
+        entry = {**entry, "row_warps": row_warps, "pipelined_qk": entry["stages"] - 1}
+    return _tile(arch, op, {**entry, "consumers": entry["block_m"] // 64})
 
 
-def _tile(arch: str, config: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(config[key] for key in CONFIG[arch])
+def _tile(arch: str, op: str, config: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(config[key] for key in CONFIG[arch, op])
 
 
 @functools.cache
-def kernels(code: str) -> list[Kernel]:
-    """The forward kernels in the machine code for a chip ("sm_80")."""
+def kernels(code: str, op: str = "fwd") -> list[Kernel]:
+    """An op's kernels in the machine code for a chip ("sm_80"), those with a tile."""
     arch = "sm90" if code == "sm_90a" else "sm80"
     found = []
     for name, text in functions_by_code()[code]:
         mangled = MANGLED.search(name)
-        if mangled:
+        if mangled and mangled[1].lower() == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
-            config = dict(zip(CONFIG[arch], numbers, strict=True))
-            found.append(Kernel(name, arch, config, mangled[3] is not None, text))
+            config = dict(zip(CONFIG[arch, op], numbers, strict=True))
+            found.append(Kernel(name, arch, config, mangled[3] is not None, text, op))
     return found
 
 

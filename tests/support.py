@@ -260,22 +260,25 @@ def run(
     arch: str | None = None,
     smem_limit: int = 0,
     splits: int = 0,
+    head_splits: int = 0,
     **band: int,
 ) -> tuple[Tensor, Tensor]:
     """`forward`, or the op where arguments are given that only the op has. Calls as in NOT_FOR_SM90
     get the default kernels if others are preferred."""
     if arch is None and preferred_arch is not None:
-        options = {"arch": preferred_arch, "smem_limit": smem_limit, "splits": splits, **band}
+        choices = {"smem_limit": smem_limit, "splits": splits, "head_splits": head_splits}
+        options = {"arch": preferred_arch, **choices, **band}
         try:
             return run(q, k, v, is_causal, softmax_scale, **options)
         except RuntimeError as error:
             if not any(reason in str(error) for _, _, reason in NOT_FOR_SM90.values()):
                 raise
-    if not band and not smem_limit and not splits:
+    if not band and not smem_limit and not splits and not head_splits:
         return flash_cute.forward(q, k, v, is_causal, softmax_scale, arch=arch)
     if is_causal:
         band = {"window_right": 0}
     choices = {"arch": arch and arch[2:], "smem_limit": smem_limit, "splits": splits}
+    choices["head_splits"] = head_splits
     tuning = ",".join(f"{name}={value}" for name, value in choices.items() if value)
     out, lse = ops.fwd(q, k, v, softmax_scale=softmax_scale, **band, tuning=tuning)
     return out, lse
@@ -315,6 +318,8 @@ def check_gradients(
     *,
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
+    smem_limit: int = 0,
+    head_splits: int = 0,
     **band: int,
 ) -> tuple[Tensor, ...]:
     """As `check`, of the gradients; by default those of random dout and dlse, the latter NaN where
@@ -324,7 +329,8 @@ def check_gradients(
         dout, dlse = (torch.randn(shape, device=q.device) for shape in (q.shape, q.shape[:3]))
         dout = poisoned(dout.to(q.dtype))
     with nan_in_new_memory():
-        out, lse = run(q, k, v, is_causal, softmax_scale, **band)
+        tuning = {"smem_limit": smem_limit, "head_splits": head_splits}
+        out, lse = run(q, k, v, is_causal, softmax_scale, **tuning, **band)
         if dlse is not None:
             dlse = dlse.masked_fill(lse == -math.inf, math.nan)
         given = [pair for pair in ((out, dout), (lse, dlse)) if pair[1] is not None]

@@ -26,44 +26,59 @@ SMEM_LIMITS = {
     "sm_100": (227 << 10,),
     "sm_120": (99 << 10,),
 }
+# The machine code, and the op whose kernels a test looks at.
+TARGETS = [
+    (code, op)
+    for code, arch in ARCHS.items()
+    for op in sorted({tile["op"] for tile in INFO["tiles"] if tile["arch"] == arch})
+]
 DTYPES = 2
 MASKS = {"any": 2, "full": 1, "banded": 1, "none": 0}
 # What platform.h and hopper.h are to become: ldmatrix, cp.async, the tensor cores, exponentials,
-# reciprocals, and stores of 16 bytes, which nvcc may tear apart; TMA, wgmma, stmatrix, fences of
-# the async proxy, and registers that change their owners.
+# reciprocals, and stores of 16 bytes, which nvcc may tear apart; sums in global memory; TMA, wgmma,
+# stmatrix, fences of the async proxy, and registers that change their owners.
 INSTRUCTIONS = {
-    "sm80": ("LDSM", "LDGSTS", "HMMA", r"MUFU\.EX2", r"MUFU\.RCP", r"STG\.E\.128"),
-    "sm90": (
+    ("sm80", "fwd"): ("LDSM", "LDGSTS", "HMMA", r"MUFU\.EX2", r"MUFU\.RCP", r"STG\.E\.128"),
+    ("sm80", "bwd"): (
+        *(r"LDSM\.16\.M88\.4", r"LDSM\.16\.MT88\.4", r"LDGSTS\.E\.BYPASS\S*\.128", "HMMA"),
+        *(r"MUFU\.EX2", r"REDG?\.E\.ADD\.F32"),
+    ),
+    ("sm90", "fwd"): (
         *("UTMALDG", "HGMMA", r"MUFU\.EX2", r"MUFU\.RCP", r"FENCE\.VIEW\.ASYNC", "USETMAXREG"),
         *("STSM", "UTMASTG"),
     ),
 }
 
 
-def kernels_of(code: str) -> list[Kernel]:
+def entries_of(code: str, op: str) -> list[dict[str, Any]]:
+    return [{**t} for t in INFO["tiles"] if (t["arch"], t["op"]) == (ARCHS[code], op)]
+
+
+def kernels_of(code: str, op: str = "fwd") -> list[Kernel]:
     if code not in ARCHS:
         pytest.skip(f"this build has no {code}")
-    return sass.kernels(code)
+    return sass.kernels(code, op)
 
 
-@pytest.fixture(scope="module", params=ARCHS)
-def arch(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def entries(arch: str) -> list[dict[str, Any]]:
-    return [tile for tile in INFO["tiles"] if (tile["arch"], tile["op"]) == (ARCHS[arch], "fwd")]
+@pytest.fixture(scope="module", params=TARGETS, ids="-".join)
+def target(request: pytest.FixtureRequest) -> tuple[str, str]:
+    code, op = request.param
+    return code, op
 
 
 @pytest.fixture(scope="module")
-def kernels(arch: str) -> list[Kernel]:
-    return kernels_of(arch)
+def entries(target: tuple[str, str]) -> list[dict[str, Any]]:
+    return entries_of(*target)
 
 
 @pytest.fixture(scope="module")
-def resources(arch: str) -> dict[str, dict[str, int]]:
-    return sass.usage("-arch", arch)
+def kernels(target: tuple[str, str]) -> list[Kernel]:
+    return kernels_of(*target)
+
+
+@pytest.fixture(scope="module")
+def resources(target: tuple[str, str]) -> dict[str, dict[str, int]]:
+    return sass.usage("-arch", target[0])
 
 
 def test_machine_code_for_every_chip() -> None:
@@ -95,7 +110,7 @@ def test_every_entry_has_its_kernels(
 
 def test_instructions(kernels: list[Kernel]) -> None:
     for kernel in kernels:
-        wanted = INSTRUCTIONS[kernel.arch]
+        wanted = INSTRUCTIONS[kernel.arch, kernel.op]
         if kernel.is_split_kv:  # whose results leave in fp32, from registers
             assert not re.search(r"\b(STSM|UTMASTG)\b", kernel.names), kernel
             wanted = ("STG", *wanted[:-2])
@@ -119,36 +134,53 @@ def test_warps_go_together(kernels: list[Kernel]) -> None:
 
 def test_no_division(kernels: list[Kernel]) -> None:
     """Of integers: a chain of some 20 instructions, ahead of a tile's first load. It begins with a
-    conversion to float that rounds up."""
+    conversion to float that rounds up. A backward may have one behind its last MMA, where CTAs
+    share the heads of a group."""
     for kernel in kernels:
-        assert not re.search(r"\bI2F\.(\w+\.)*RP\b", kernel.names), kernel
+        text = kernel.text
+        if kernel.op == "bwd":
+            text = text[: text.rindex("HMMA")]
+        assert not re.search(r"\bI2F\.(\w+\.)*RP\b", text), kernel
 
 
-def test_the_combine_kernel_does_not_spill() -> None:
+@pytest.mark.parametrize("kind", ["Combine", "Preprocess", "Convert"])
+def test_small_kernels_do_not_spill(kind: str) -> None:
     """On any chip."""
-    if not ARCHS:
-        pytest.skip("this build has no machine code")
-    lines = re.findall(r"Function \S*CombineKernel\S*:\n(.*)", sass.cuobjdump("-res-usage"))
-    assert len(lines) == DTYPES * len(set(ARCHS) - {"sm_90a"})
-    assert all("STACK:0" in line and "LOCAL:0" in line for line in lines)
+    codes = set(ARCHS) - {"sm_90a"}
+    if not codes:
+        pytest.skip("this build has no machine code of theirs")
+    usage = sass.cuobjdump("-res-usage")
+    found = re.findall(rf"Function \S*\d{kind}Kernel(\S*):\n(.*)", usage)
+    assert all("STACK:0" in line and "LOCAL:0" in line for _, line in found)
+    if kind == "Convert":  # one or two for a tile of the backward, whose configuration they name
+        config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+")
+        counts = Counter(config.findall(name)[0] for name, _ in found)
+        tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
+        assert len(counts) == DTYPES * len(tiles)
+        assert {count / len(codes) for count in counts.values()} <= {1, 2}
+    else:
+        assert len(found) == DTYPES * len(codes)
 
 
 def test_no_spills(
-    arch: str,
+    target: tuple[str, str],
     entries: list[dict[str, Any]],
     kernels: list[Kernel],
     resources: dict[str, dict[str, int]],
 ) -> None:
     """In what is ever launched: the machine code for a chip has the tiles for others as well."""
+    code, op = target
     launched = set(map(tile_of, entries))
-    if arch in SMEM_LIMITS:
-        launched = {tile_of(e) for limit in SMEM_LIMITS[arch] for e in ops.tiles_for(limit)}
+    if code in SMEM_LIMITS:
+        launched = {tile_of({**e}) for limit in SMEM_LIMITS[code] for e in ops.tiles_for(limit, op)}
     assert launched <= {kernel.tile for kernel in kernels}
+    spilling = []
     for kernel in kernels:
         if kernel.tile in launched:
             used = resources[kernel.name]
             spills = kernel.opcodes["LDL"], kernel.opcodes["STL"], used["STACK"], used["LOCAL"]
-            assert not any(spills), (kernel, spills)
+            spilling += [(kernel, spills)] if any(spills) else []
+    assert spilling == []
 
 
 def test_registers_within_the_budget(

@@ -15,12 +15,19 @@ KB = 1024
 LIMITS = {"99 KB": 99 * KB, "163 KB": 163 * KB, "227 KB": 227 * KB}
 
 INFO = ops.build_info()
-SM80: list[Any] = [entry for entry in INFO["tiles"] if entry["arch"] == "sm80"]
-SM90: list[Any] = [entry for entry in INFO["tiles"] if entry["arch"] == "sm90"]
+
+
+def entries_of(arch: str, op: str) -> list[Any]:
+    return [entry for entry in INFO["tiles"] if (entry["arch"], entry["op"]) == (arch, op)]
+
+
+SM80, SM90 = entries_of("sm80", "fwd"), entries_of("sm90", "fwd")
+BWD_SM80 = entries_of("sm80", "bwd")
+OPS_SM80 = {"fwd": SM80, "bwd": BWD_SM80}
 
 
 def name_of(entry: dict[str, Any]) -> str:
-    tile = f"{entry['head_dim']}-{entry['block_m']}x{entry['block_n']}"
+    tile = f"{entry['head_dim']}-{entry['block_m']}x{entry['block_n']}-{entry['stages']}"
     return f"{entry['arch']}-{entry['op']}-{entry['mask']}-{tile}"
 
 
@@ -31,9 +38,10 @@ def fits(entry: dict[str, Any], limit: int) -> bool:
 
 def test_every_built_head_dim_has_entries() -> None:
     assert INFO["head_dims"] == sorted(set(INFO["head_dims"]))
-    assert {entry["head_dim"] for entry in SM80} == set(INFO["head_dims"]) != set()
-    assert {entry["mask"] for entry in SM80} == {"any"}
-    assert len(SM80) + len(SM90) == len(INFO["tiles"])
+    for entries in OPS_SM80.values():
+        assert {entry["head_dim"] for entry in entries} == set(INFO["head_dims"]) != set()
+        assert {entry["mask"] for entry in entries} == {"any"}
+    assert len(SM80) + len(SM90) + len(BWD_SM80) == len(INFO["tiles"])
     assert bool(SM90) == ("sm_90a" in INFO["archs"])
 
 
@@ -51,7 +59,7 @@ def test_every_head_dim_has_an_entry_of_sm90_for_split_kv() -> None:
     assert all(entry["split_kv"] for entry in SM90 if entry["mask"] == "none")
 
 
-@pytest.mark.parametrize("entry", SM80, ids=name_of)
+@pytest.mark.parametrize("entry", SM80 + BWD_SM80, ids=name_of)
 def test_sm80_entry(entry: dict[str, Any]) -> None:
     assert fits(entry, max(LIMITS.values()))
     assert 1 <= entry["warps"] <= 32
@@ -77,21 +85,34 @@ def test_sm90_entry(entry: dict[str, Any]) -> None:
     assert entry["producer_registers"] <= entry["max_registers"] <= entry["consumer_registers"]
 
 
+OPS = pytest.mark.parametrize("op", OPS_SM80)
+
+
+@OPS
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
-def test_every_gpu_serves_every_head_dim(limit: int) -> None:
-    chosen = ops.tiles_for(limit)
+def test_every_gpu_serves_every_head_dim(limit: int, op: str) -> None:
+    chosen = ops.tiles_for(limit, op)
     assert [entry["head_dim"] for entry in chosen] == INFO["head_dims"]
     for entry in chosen:
-        candidates = [other for other in SM80 if other["head_dim"] == entry["head_dim"]]
+        candidates = [other for other in OPS_SM80[op] if other["head_dim"] == entry["head_dim"]]
         assert entry == next(other for other in candidates if fits(other, limit))
 
 
-def test_every_entry_is_chosen_on_some_gpu() -> None:
+@OPS
+@pytest.mark.parametrize("head_dim", INFO["head_dims"])
+def test_the_last_entry_fits_every_gpu(op: str, head_dim: int) -> None:
+    entries = [entry for entry in OPS_SM80[op] if entry["head_dim"] == head_dim]
+    assert fits(entries[-1], min(LIMITS.values()))
+
+
+@OPS
+def test_every_entry_is_chosen_on_some_gpu(op: str) -> None:
     """An entry that no limit leads to would be compiled, and shipped, for nothing."""
-    chosen = [entry for limit in LIMITS.values() for entry in ops.tiles_for(limit)]
-    assert [name_of(entry) for entry in SM80 if entry not in chosen] == []
+    chosen = [entry for limit in LIMITS.values() for entry in ops.tiles_for(limit, op)]
+    assert [name_of(entry) for entry in OPS_SM80[op] if entry not in chosen] == []
 
 
-def test_too_little_shared_memory_has_no_tile() -> None:
-    assert ops.tiles_for(0) == []
-    assert ops.tiles_for(2 * KB) == []
+@OPS
+def test_too_little_shared_memory_has_no_tile(op: str) -> None:
+    assert ops.tiles_for(0, op) == []
+    assert ops.tiles_for(2 * KB, op) == []

@@ -99,7 +99,6 @@ class Library:
         absent = write(f"{self.folder}/absent.cpp", ABSENT.format(instantiations="\n".join(lines)))
         others = [f for f in (ROOT / self.sources).rglob("*") if f.suffix in (".cpp", ".cu")]
         sources = [f for f in sorted(others) if f.parent.name != "torch"]
-        sources = [f for f in sources if f.name != "torch_binding.cpp"]
         return [
             *(write(f"{self.folder}/{name}.cu", "".join(t)) for name, t in together.items()),
             absent,

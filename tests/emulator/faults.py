@@ -18,7 +18,7 @@ UNFINISHED = "has not waited for"
 READ = f"{RACE}|{UNWRITTEN}|{UNFINISHED}"
 BOUNDS = "in no row of any tensor"
 WRITTEN = "has been written already"
-WRONG = "(out|lse) error"
+WRONG = "(out|lse|dq|dk|dv) error"
 STUCK = "every thread waits"
 
 
@@ -68,7 +68,22 @@ SM90 = [
     Fault("proxy-fence", "", "with no fence.proxy.async ahead"),
     Fault("store-wait", "", "which a TMA store of warp .* (still reads|has read)"),
 ]
-FAULTS = [*BOTH, *SM80, *SM90]
+BACKWARD = [
+    Fault("bwd-keyless-row", "stats = {lse * kLog2e, sum - dlse};", WRONG),
+    Fault("bwd-dlse", "= 0.f", WRONG),
+    Fault("bwd-cta-barrier", "", READ),
+    Fault("bwd-ds-barrier", "", READ),
+    Fault("bwd-mask", "", WRONG),
+    Fault("bwd-delta", "= 0.f", WRONG),
+    Fault("bwd-scale", "= factor * factor * gradient(r, c)", WRONG),
+    Fault(
+        "bwd-group",
+        "step({first_head, block.m_block}, next, is_last, stage, tdKrdK, tdVrdV);",
+        f"{WRONG}|{WRITTEN}",
+    ),
+    Fault("bwd-turn", "", "passes a turn that its CTA has not waited for"),
+]
+FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD]
 
 
 def plant(folder: str) -> None:

@@ -17,21 +17,23 @@ if __name__ == "__main__":
 import torch
 from build_emulator import TESTED, build
 from emulator import Emulator
-from faults import FAULTS, SM80, SM90, Fault
+from faults import BACKWARD, FAULTS, SM80, SM90, Fault
 from support import poisoned, random_inputs, rising_inputs
 
 
 def what_catches(library: Path, fault: Fault | None) -> str:
     """The first objection to the kernels with this fault; nothing if there is none."""
-    archs = [80] if fault in SM80 else [90] if fault in SM90 else [80, 90]
-    for arch in archs:
+    sets = {"sm80": SM80, "sm90": SM90, "backward": BACKWARD}
+    names = [name for name, faults in sets.items() if fault in faults] or list(sets)
+    for name in names:
         # One CTA at a time, so that it is always the same objection that comes first.
+        arch = 90 if name == "sm90" else 80
         emulator = Emulator(library, arch, workers=1, multiprocessors=2)
         emulator.plant(FAULTS.index(fault) + 1 if fault else 0)
         try:
-            run_cases(emulator)
+            (run_backward_cases if name == "backward" else run_cases)(emulator)
         except AssertionError as error:  # of the machine, or of the comparison
-            return f"sm{arch}: {error}"
+            return f"{name}: {error}"
         finally:
             emulator.plant(0)
     return ""
@@ -57,6 +59,18 @@ def run_cases(emulator: Emulator) -> None:
     if emulator.arch == 80:
         for head_dim in (96, 192):
             check(1, 1, 150, 200, head_dim=head_dim)
+
+
+def run_backward_cases(emulator: Emulator) -> None:
+    def check(heads, heads_kv, len_q, len_k, head_dim=64, **options):
+        tensors = random_inputs(
+            1, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
+        )
+        emulator.check_backward(*map(poisoned, tensors), True, has_dlse=True, **options)
+
+    check(2, 1, 150, 200)  # several blocks of queries and of keys
+    check(2, 1, 150, 200, head_dim=192, smem_limit=101376, deterministic=True, seed=1)  # one stage
+    check(3, 1, 100, 70, head_splits=2)  # one block of keys; rows without a key
 
 
 def main(part: str) -> int:

@@ -40,6 +40,9 @@ std::string build_info() {
     if (kSm90IsBuilt && is_built(entry.config.head_dim))
       append(tiles, as_json(entry, DType::kHalf).str());
   }
+  for (const BwdEntrySm80& entry : kBwdTilesSm80) {
+    if (is_built(entry.config.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
+  }
   return JsonObject()
       .add("cuda_runtime", CUDART_VERSION)
       .add("max_length", kMaxLength)
@@ -58,9 +61,12 @@ std::string tiles_for(int64_t smem_per_cta) {
   }
   std::string tiles;
   const int limit = static_cast<int>(std::min<int64_t>(smem_per_cta, INT32_MAX));
+  const int bytes = bytes_of(DType::kHalf);
   for (int head_dim : kBuiltHeadDims) {
-    const int index = select_fwd_sm80(head_dim, limit, bytes_of(DType::kHalf));
-    if (index >= 0) append(tiles, as_json(kFwdTilesSm80[index], DType::kHalf).str());
+    const int fwd = select_fwd_sm80(head_dim, limit, bytes);
+    const int bwd = select_bwd_sm80(head_dim, limit, bytes);
+    if (fwd >= 0) append(tiles, as_json(kFwdTilesSm80[fwd], DType::kHalf).str());
+    if (bwd >= 0) append(tiles, as_json(kBwdTilesSm80[bwd], DType::kHalf).str());
   }
   return in_brackets(tiles);
 }

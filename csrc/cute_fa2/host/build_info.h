@@ -8,7 +8,8 @@ namespace flash_cute {
 
 std::string build_info();
 
-// The sm80 tile entries that a device gets which lends a CTA so many bytes of shared memory.
+// The sm80 tile entries, of the forward and of the backward, that a device gets which lends a CTA
+// so many bytes of shared memory.
 std::string tiles_for(int64_t smem_per_cta);
 
 // The plan of a call on a device that need not be there. `request` is "batch=1,heads_q=32,...",

@@ -45,6 +45,23 @@ JsonObject as_json(const TileEntrySm90& entry, DType dtype) {
       .add("consumer_registers", config.consumer_registers());
 }
 
+JsonObject as_json(const BwdEntrySm80& entry, DType dtype) {
+  const BwdConfigSm80& config = entry.config;
+  return JsonObject()
+      .add("arch", "sm80")
+      .add("op", "bwd")
+      .add("mask", "any")
+      .add("head_dim", config.head_dim)
+      .add("head_dim_v", config.head_dim_v)
+      .add("block_m", config.block_m)
+      .add("block_n", config.block_n)
+      .add("warps", config.threads() / 32)
+      .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
+      .add("stages", config.stages)
+      .add("ctas_per_sm", entry.ctas_per_sm)
+      .add("max_registers", entry.max_registers());
+}
+
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device) {
   const bool is_sm80 = plan.arch == Arch::kSm80;
   JsonObject json = is_sm80 ? as_json(kFwdTilesSm80[plan.tile], params.dtype)

@@ -7,6 +7,7 @@
 #include "host/json.h"
 #include "host/params.h"
 #include "host/plan_fwd.h"
+#include "tiles/bwd_sm80.h"
 #include "tiles/fwd_sm80.h"
 #include "tiles/fwd_sm90.h"
 
@@ -14,6 +15,7 @@ namespace flash_cute {
 
 JsonObject as_json(const TileEntrySm80& entry, DType dtype);
 JsonObject as_json(const TileEntrySm90& entry, DType dtype);
+JsonObject as_json(const BwdEntrySm80& entry, DType dtype);
 
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device);
 

@@ -69,7 +69,7 @@ struct PreprocessKernel {
         const float lse = *row_of(params.lse);
         const float dlse = params.dlse.data ? *row_of(params.dlse) : 0.f;  // fault: bwd-dlse
         // Selected, not multiplied: dout and dlse of a row without a key may be anything.
-        if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};
+        if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};  // fault: bwd-keyless-row
       }
       params.workspace.stats[block * arguments.block_m + in_block] = stats;
     }

@@ -85,7 +85,7 @@ class BwdMainloop {
       const bool is_last = block.head == last_head && block.m_block == visible.begin;
       const Block next = block.m_block > visible.begin ? Block{block.head, block.m_block - 1}
                                                        : Block{block.head + 1, visible.end - 1};
-      step(block, next, is_last, stage, tdKrdK, tdVrdV);
+      step(block, next, is_last, stage, tdKrdK, tdVrdV);  // fault: bwd-group
       if (is_last) return;
       block = next;
       stage = (stage + 1) % Traits::kStages;

@@ -1,0 +1,326 @@
+"""What only a GPU can show of the backward: tiles, order and repeats, memory, graphs, launches.
+Numbers are in test_backward.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import HEAD_DIMS, check_gradients, poisoned, random_inputs
+from test_gpu import launched, needs_memory, peak_memory
+
+import flash_cute
+from flash_cute import ops, tolerance
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+#: What sm_80, and sm_86, sm_89 and sm_120 lend a CTA.
+SHARED_MEMORY = {"default": 0, "163 KB": 166912, "99 KB": 101376}
+BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def gpu_inputs(*sizes: int, **options):
+    return random_inputs(*sizes, **{"dtype": BF16, "device": "cuda", **options})
+
+
+def arguments(*sizes: int, is_causal: bool = True, **options):
+    """Of `bwd`, with a random dout and dlse."""
+    q, k, v = gpu_inputs(*sizes, **options)
+    out, lse = flash_cute.forward(q, k, v, is_causal)
+    return torch.randn_like(out), q, k, v, out, lse, torch.randn_like(lse)
+
+
+def causal_gradients(args, **options):
+    return ops.bwd(*args, window_right=0, **options)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("smem_limit", SHARED_MEMORY.values(), ids=SHARED_MEMORY)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tiles(head_dim, smem_limit, is_causal):
+    for len_q, len_k in ((300, 300), (129, 1000), (700, 200)):
+        inputs = gpu_inputs(1, 6, len_q, head_dim, heads_kv=2, len_k=len_k)
+        check_gradients(*map(poisoned, inputs), is_causal, smem_limit=smem_limit)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("head_splits", [1, 2, 3, 1000])
+@pytest.mark.parametrize("head_dim", [20, 64, 128, 256])
+def test_ctas_that_share_a_group(head_dim, head_splits, is_causal):
+    inputs = gpu_inputs(2, 10, 200, head_dim, heads_kv=2, len_k=333)
+    check_gradients(*map(poisoned, inputs), is_causal, head_splits=head_splits)
+
+
+@pytest.fixture
+def other_work():
+    """Another stream keeps most multiprocessors busy."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=BF16)
+    stream = torch.cuda.Stream()
+
+    def start(count: int = 40):
+        with torch.cuda.stream(stream):
+            for _ in range(count):
+                torch.mm(a, a)
+
+    yield start
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("length", [128, 1000])
+def test_repeats_are_bitwise_equal(head_dim, length, other_work):
+    """dk and dv always; dq too where that is asked for."""
+    args = arguments(2, 8, length, head_dim, heads_kv=4)
+    other_work()
+    first = causal_gradients(args, deterministic=True)
+    for i in range(30):
+        if i % 10 == 0:
+            other_work(10)
+        assert all(map(torch.equal, causal_gradients(args, deterministic=True), first))
+        assert all(map(torch.equal, causal_gradients(args)[1:], first[1:]))
+    dq = causal_gradients(args)[0]
+    bound = 2 * torch.finfo(BF16).eps * dq.float().abs().max().item()
+    torch.testing.assert_close(dq, first[0], rtol=0, atol=bound)
+
+
+def test_deterministic_by_argument_and_by_torch():
+    q, k, v = (x.requires_grad_() for x in gpu_inputs(2, 16, 2000, 64))
+
+    def gradients(deterministic):
+        out, _ = flash_cute.forward(q, k, v, True, deterministic=deterministic)
+        return torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    expected = gradients(True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(5):
+            assert all(map(torch.equal, gradients(None), expected))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_and_nothing_else(deterministic):
+    args = arguments(2, 4, 300, 64, heads_kv=4)
+    names = launched(lambda: causal_gradients(args, deterministic=deterministic))
+    assert len(names) == 3, names
+    args = arguments(2, 4, 100, 64, heads_kv=4)  # one key block: dq is stored at once
+    assert len(launched(lambda: causal_gradients(args, deterministic=deterministic))) == 2
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_memory(head_dim):
+    """Gradients, 8 bytes a row, and dq in fp32, which is given back."""
+    args = arguments(2, 8, 2048, head_dim)
+    peak, results = peak_memory(lambda: causal_gradients(args))
+    rows = 2 * 8 * 2048
+    assert peak <= rows * (3 * 2 * head_dim + 8 + 4 * head_dim) + (2 << 20)
+    held = torch.cuda.memory_allocated()
+    del results
+    assert held - torch.cuda.memory_allocated() <= rows * 3 * 2 * head_dim + (1 << 20)
+
+
+def test_never_synchronises_and_runs_on_the_current_stream():
+    args = arguments(2, 4, 300, 64)
+    expected = causal_gradients(args, deterministic=True)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(int(2e8))
+        late = [None if x is None else x.clone() for x in args]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            actual = causal_gradients(late, deterministic=True)
+            assert not stream.query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_cuda_graph_of_a_training_step(deterministic):
+    """Forward, backward and optimizer in one graph; replays train as eager steps do."""
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Linear(64, 3 * 64, device="cuda", dtype=BF16)
+
+    def step(layer, optimizer, x):
+        optimizer.zero_grad(set_to_none=True)
+        q, k, v = layer(x).view(2, 300, 3, 2, 32).permute(2, 0, 3, 1, 4)
+        out, lse = flash_cute.forward(q, k, v, True, deterministic=deterministic)
+        loss = (out.transpose(1, 2).flatten(2) - x).square().mean() + 0.01 * lse.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    x = torch.randn(2, 300, 64, device="cuda", dtype=BF16)
+    layer, other = model(), model()
+    options = {"lr": 0.1, "foreach": False}
+    optimizer, of_other = (torch.optim.SGD(y.parameters(), **options) for y in (layer, other))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(layer, optimizer, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        captured = step(layer, optimizer, x)
+    losses = []
+    for _ in range(20):
+        graph.replay()
+        losses.append(captured.item())
+    expected = [step(other, of_other, x).item() for _ in range(23)][3:]
+    assert losses[-1] < losses[0]
+    if deterministic:
+        assert losses == expected
+    assert math.isclose(losses[-1], expected[-1], rel_tol=1e-2)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = torch.nn.Linear(128, 384), torch.nn.Linear(128, 128)
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 64).permute(2, 0, 3, 1, 4)
+        return self.out(flash_cute.forward(q, k, v, True)[0].transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        return x + torch.utils.checkpoint.checkpoint(self.attend, x, use_reentrant=False)
+
+
+def test_compiled_with_dynamic_lengths_checkpoints_and_autocast():
+    """One graph for all lengths."""
+    block = Block().cuda()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    for length in (300, 64, 777):
+        x = torch.randn(2, length, 128, device="cuda")
+        gradients = []
+        for function in (block, compiled):
+            block.zero_grad()
+            with torch.autocast("cuda", BF16):
+                loss = function(x).square().mean()
+            loss.backward()
+            gradients.append([p.grad.clone() for p in block.parameters()])
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * b.abs().max().item())
+    assert counter.frame_count == 1
+
+
+def _process(rank: int, port: int) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"tcp://localhost:{port}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cuda", (2,))
+    x = torch.randn(4, 300, 128, generator=torch.Generator().manual_seed(1)).cuda()
+
+    def loss(model, x):
+        with torch.autocast("cuda", BF16):
+            return model(x).square().mean()
+
+    expected = Block().cuda()
+    loss(expected, x).backward()
+    for parallel in (torch.nn.parallel.DistributedDataParallel, fully_shard):
+        block = Block().cuda()
+        wrapped = parallel(block, **({"mesh": mesh} if parallel is fully_shard else {}))
+        loss(wrapped, x[2 * rank : 2 * rank + 2]).backward()
+        for a, b in zip(block.parameters(), expected.parameters(), strict=True):
+            gradient = a.grad.full_tensor() if parallel is fully_shard else a.grad
+            torch.testing.assert_close(gradient, b.grad, rtol=0, atol=2e-2 * b.grad.abs().max())
+    qkv = [x.requires_grad_() for x in gpu_inputs(2, 4, 300, 64, heads_kv=2)]
+    whole = torch.autograd.grad(flash_cute.forward(*qkv, True)[0].square().sum(), qkv)
+    for dim in (0, 1):  # batch, heads
+        placements = [Shard(dim)]
+        sharded = [distribute_tensor(x.detach(), mesh, placements).requires_grad_() for x in qkv]
+        out, _ = flash_cute.forward(*sharded, True)
+        gradients = torch.autograd.grad(out.full_tensor().square().sum(), sharded)
+        for a, b in zip(gradients, whole, strict=True):
+            bound = 2e-2 * b.abs().max().item()
+            torch.testing.assert_close(a.full_tensor(), b, rtol=0, atol=bound)
+    dist.destroy_process_group()
+
+
+def test_two_gpus():
+    """Data parallel, FSDP2, and tensors that are sharded over batch or heads."""
+    import socket
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_process, (port,), nprocs=2)
+
+
+def test_many_heads():
+    """More than 65,535 of them."""
+    q, k, v = gpu_inputs(300, 256, 8, 16)
+    out, lse = flash_cute.forward(q, k, v)
+    gradients = ops.bwd(torch.ones_like(out), q, k, v, out, lse)
+    part = slice(299, 300)
+    result = tolerance.compare_gradients(
+        [x[part] for x in gradients], torch.ones_like(out[part]), q[part], k[part], v[part]
+    )
+    assert result.passed, str(result)
+
+
+def test_beyond_2_to_the_31_elements():
+    """q, out and their gradients have 2.2e9 elements each."""
+    needs_memory(48)
+    q = torch.empty((2, 64, 131_200, 128), dtype=BF16, device="cuda").normal_(
+        generator=torch.Generator("cuda").manual_seed(0)
+    )
+    k, v = gpu_inputs(2, 64, 1, 128, len_k=200)[1:]
+    assert q.numel() > 2**31
+    out, lse = flash_cute.forward(q, k, v)
+    dq, dk, dv = ops.bwd(out, q, k, v, out, lse)
+    for b, h in ((0, 0), (1, 63)):
+        part = (slice(b, b + 1), slice(h, h + 1))
+        rows = (*part, slice(131_000, 131_200))
+        expected = ops.bwd(out[rows], q[rows], k[part], v[part], out[rows], lse[rows])[0]
+        torch.testing.assert_close(dq[rows], expected, rtol=0, atol=1e-2)
+        # All rows in halves give dk and dv, too.
+        of_halves = [
+            ops.bwd(*(x[(*part, half)] for x in (out, q)), k[part], v[part],
+                    *(x[(*part, half)] for x in (out, lse)))
+            for half in (slice(0, 65_600), slice(65_600, None))
+        ]  # fmt: skip
+        for whole, halves in ((dk, 1), (dv, 2)):
+            total = of_halves[0][halves].float() + of_halves[1][halves].float()
+            bound = 2e-2 * total.abs().max().item()
+            torch.testing.assert_close(whole[part].float(), total, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"k": lambda x: x[..., :8]}, "same head dim"),
+        ({"out": lambda x: x[:, :, 1:]}, "out and dout must have"),
+        ({"dout": lambda x: x.float()}, "out and dout must have"),
+        ({"dout": lambda x: x.cpu()}, "out and dout must have"),
+        ({"lse": lambda x: x[..., None]}, "softmax_lse and dlse must be"),
+        ({"dlse": lambda x: x.half()}, "softmax_lse and dlse must be"),
+    ],
+)
+def test_the_op_itself_guards_memory(change, message):
+    names = "dout", "q", "k", "v", "out", "lse", "dlse"
+    args = dict(zip(names, arguments(1, 2, 65, 64), strict=True))
+    for name, of in change.items():
+        args[name] = of(args[name])
+    with torch._C._AutoDispatchBelowAutograd(), pytest.raises(RuntimeError, match=message):
+        ops.bwd(*args.values())
+    with pytest.raises(RuntimeError, match="tuning has 'heads': it must be one of"):
+        causal_gradients(arguments(1, 2, 65, 64), tuning="heads=1")
