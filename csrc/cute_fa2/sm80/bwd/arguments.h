@@ -12,6 +12,7 @@ struct BwdArguments {
   BwdParams params;
   TileDecoder decoder;  // its m_block is the key block, its split that of the group's query heads
   int heads_of_split;
+  int heads_kv;
 };
 
 }  // namespace flash_cute::sm80

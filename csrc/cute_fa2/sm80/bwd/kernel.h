@@ -26,18 +26,26 @@ struct BwdKernel {
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     using namespace cute;
     const BwdParams& params = arguments.params;
-    const TileCoord tile = take_tile(arguments, smem);
-    const Sequence sequence(params, tile.batch);
+    if (int* const tickets = params.workspace.tickets) {
+      // CTAs that wait for others take their tiles in turn, so that all earlier ones already run.
+      if (platform::thread_index() == 0) smem.ticket = platform::next_number(tickets);
+      platform::sync_cta();  // the ticket is there
+    }
+    const TileCoord taken = tile_of(arguments, smem, platform::cta_index());
+    const Sequence sequence(params, taken.batch);
     const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
 
     typename Traits::TiledMmaDkv tiled_mma;
     auto tdKrdK = partition_fragment_C(tiled_mma, typename Traits::ShapeK{});
     auto tdVrdV = partition_fragment_C(tiled_mma, typename Traits::ShapeV{});
-    Mainloop(arguments, tile, mask, sequence, smem).run(tdKrdK, tdVrdV);
+    Mainloop(arguments, taken, mask, sequence, smem).run(tdKrdK, tdVrdV);
 
+    // Rematerialized: the tile would hold registers through the main loop.
+    const TileCoord tile =
+        tile_of(arguments, smem, platform::rematerialize(platform::cta_index(), sequence.len_k));
     if (params.head_splits > 1) {
       const int64_t index =
-          ((int64_t{tile.split} * params.batch + tile.batch) * params.heads_kv() + tile.head) *
+          ((int64_t{tile.split} * params.batch + tile.batch) * arguments.heads_kv + tile.head) *
               params.n_blocks +
           tile.m_block;
       Sums::store(params.workspace.dk + index * size(typename Traits::ShapeK{}), tdKrdK);
@@ -56,15 +64,10 @@ struct BwdKernel {
   }
 
  private:
-  // CTAs that wait for others take their tiles in turn, so that all earlier ones already run.
-  static CUTE_DEVICE TileCoord take_tile(const Arguments& arguments, SharedMemory& smem) {
-    int index = platform::cta_index();
-    if (int* const tickets = arguments.params.workspace.tickets) {
-      if (platform::thread_index() == 0) smem.ticket = platform::next_number(tickets);
-      platform::sync_cta();  // the ticket is there
-      index = smem.ticket;
-    }
-    const TileCoord tile = arguments.decoder.tile(index);
+  static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, const SharedMemory& smem,
+                                       int cta) {
+    const TileCoord tile =
+        arguments.decoder.tile(arguments.params.workspace.tickets ? smem.ticket : cta);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }

@@ -59,35 +59,19 @@ class BwdMainloop {
   CUTE_DEVICE void run(Dk& tdKrdK, Dv& tdVrdV) {
     cute::clear(tdKrdK);
     cute::clear(tdVrdV);
-    const int key0 = n_block_ * kBlockN;
-    const int key_end = cute::min(key0 + kBlockN, sequence_.len_k);
-    // A dQ that is stored at once is stored everywhere.
-    const BlockRange visible =
-        params_.has_one_key_block()
-            ? BlockRange{0, params_.m_blocks}
-            : mask_.visible_row_blocks(key0, key_end, sequence_.len_q, kBlockM);
+    const BlockRange visible = this->visible(n_block_);
     if (visible.end <= visible.begin) return;
-    const int first_head =
-        tile_.head * params_.group_size + tile_.split * arguments_.heads_of_split;
-    const int last_head =
-        cute::min(first_head + arguments_.heads_of_split, (tile_.head + 1) * params_.group_size) -
-        1;
-
     load<ShapeK>(params_.k, tile_.head, n_block_, sequence_.first_k, sequence_.len_k,
                  params_.head_dim, sK());
     load<ShapeV>(params_.v, tile_.head, n_block_, sequence_.first_k, sequence_.len_k,
                  params_.head_dim_v, sV());
-    Block block = {first_head, visible.end - 1};
+    Block block = {first_head(), visible.end - 1};
     unsigned stage = 0;
     load_block(block, stage);
     platform::commit_copies();
-    for (;;) {
-      const bool is_last = block.head == last_head && block.m_block == visible.begin;
-      const Block next = block.m_block > visible.begin ? Block{block.head, block.m_block - 1}
-                                                       : Block{block.head + 1, visible.end - 1};
-      step(block, next, is_last, stage, tdKrdK, tdVrdV);  // fault: bwd-group
-      if (is_last) return;
-      block = next;
+    while (block.head >= 0) {
+      step(block, stage, tdKrdK, tdVrdV);  // fault: bwd-group
+      block = next_of(block);
       stage = (stage + 1) % Traits::kStages;
     }
   }
@@ -98,6 +82,35 @@ class BwdMainloop {
     int head;
     int m_block;
   };
+
+  // -- which blocks ------------------------------------------------------------------------------
+
+  // The blocks of rows that see keys of the tile. A dQ that is stored at once is stored everywhere.
+  CUTE_DEVICE BlockRange visible(int n_block) const {
+    if (stores_dq()) return {0, params_.m_blocks};
+    const int key0 = n_block * kBlockN, key_end = cute::min(key0 + kBlockN, sequence_.len_k);
+    return mask_.visible_row_blocks(key0, key_end, sequence_.len_q, kBlockM);
+  }
+
+  // The query heads of this CTA: those of the group, or a share of them.
+  CUTE_DEVICE int first_head() const {
+    return tile_.head * params_.group_size + tile_.split * arguments_.heads_of_split;
+  }
+  CUTE_DEVICE int end_head() const {
+    return cute::min(first_head() + arguments_.heads_of_split,
+                     (tile_.head + 1) * params_.group_size);
+  }
+
+  // The block behind; its head is -1 if there is none. Computed anew in each step: it costs no
+  // register through the loop.
+  CUTE_DEVICE Block next_of(Block block) const {
+    const BlockRange visible = this->visible(platform::rematerialize(n_block_, block.m_block));
+    if (block.m_block > visible.begin) return {block.head, block.m_block - 1};
+    return {block.head + 1 < end_head() ? block.head + 1 : -1, visible.end - 1};
+  }
+
+  // Whether one key block has all keys, and dQ is stored at once.
+  CUTE_DEVICE bool stores_dq() const { return Traits::kStoresDq && !params_.workspace.dq; }
 
   // -- shared memory -----------------------------------------------------------------------------
 
@@ -156,14 +169,13 @@ class BwdMainloop {
   // -- a block -----------------------------------------------------------------------------------
 
   template <class Dk, class Dv>
-  CUTE_DEVICE void step(Block block, Block next, bool is_last, unsigned stage, Dk& tdKrdK,
-                        Dv& tdVrdV) {
+  CUTE_DEVICE void step(Block block, unsigned stage, Dk& tdKrdK, Dv& tdVrdV) {
     using namespace cute;
     // Q, dO and statistics of this block (and K and V, in the first step) are there, for all
     // threads. All warps are done with P, dS and the block before, which may be overwritten.
     platform::wait_copies<0>();
     platform::sync_cta();  // fault: bwd-cta-barrier
-    if constexpr (Traits::kStages == 2) load_next(next, is_last, stage ^ 1);
+    if constexpr (Traits::kStages == 2) load_next(block, stage ^ 1);
 
     auto tSrS = partition_fragment_C(TiledMmaS{}, ShapeS{});   // (4, MMA_M, N / 8)
     auto tSrDp = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, N / 8)
@@ -180,7 +192,7 @@ class BwdMainloop {
     accumulate(transposed<ShapeS>(smem_.ds), transposed<ShapeQ>(smem_.q[stage]), tdKrdK);
     if constexpr (Traits::kStages == 1) {
       platform::sync_cta();  // all warps are done with Q and dO, which may be overwritten
-      load_next(next, is_last, 0);
+      load_next(block, 0);
     }
     auto tdQrdQ = partition_fragment_C(TiledMmaDq{}, ShapeQ{});  // (4, MMA_M, D / 8)
     cute::clear(tdQrdQ);
@@ -190,8 +202,9 @@ class BwdMainloop {
     add_dq(block, tdQrdQ);
   }
 
-  CUTE_DEVICE void load_next(Block next, bool is_last, unsigned stage) const {
-    if (!is_last) load_block(next, stage);
+  CUTE_DEVICE void load_next(Block block, unsigned stage) const {
+    const Block next = next_of(block);
+    if (next.head >= 0) load_block(next, stage);
     platform::commit_copies();
   }
 
@@ -235,7 +248,8 @@ class BwdMainloop {
     }
     const int key0 = n_block_ * kBlockN;
     if (mask_.cuts(row0, kBlockM, key0, kBlockN)) {
-      mask_.apply(weights, at, coords(0u), row0, kBlockM, key0, kBlockN);  // fault: bwd-mask
+      mask_.apply(weights, coords(platform::rematerialize(thread_)), coords(0u), row0, kBlockM,
+                  key0, kBlockN);  // fault: bwd-mask
     }
     CUTE_UNROLL
     for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
@@ -272,7 +286,7 @@ class BwdMainloop {
   template <class Dq>
   CUTE_DEVICE void add_dq(Block block, Dq& tdQrdQ) const {
     const int row0 = block.m_block * kBlockM;
-    if (params_.has_one_key_block()) {
+    if (stores_dq()) {
       const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
                                    sequence_.first_q, sequence_.len_q, params_.head_dim};
       store_gradient<Element, TiledMmaDq, ShapeQ>(place, row0, params_.scale.scale, tdQrdQ);

@@ -23,6 +23,7 @@ struct BwdTraits {
   static constexpr int kStages = kConfig.stages;
   static constexpr int kThreads = kConfig.threads();
   static constexpr int kMinCtas = 1;
+  static constexpr bool kStoresDq = kConfig.stores_dq();
 
   using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;
   using ShapeDout = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDimV>>;
