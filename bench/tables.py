@@ -47,7 +47,7 @@ def by_case(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 
 
 def providers_of(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row["provider"] for row in rows))
+    return list(dict.fromkeys(row["provider"] for row in rows if "provider" in row))
 
 
 def ratio(cells: dict[str, Row], peer: str, ours: str = OURS, measure: str = "ms") -> float | None:
@@ -156,6 +156,20 @@ def memory(rows: Sequence[Row]) -> str:
     return grid(["peak extra memory, MiB", results, *map(label, providers)], lines)
 
 
+def training(rows: Sequence[Row]) -> str:
+    head = ["attention", "last 100 steps", "held out", "tokens a second", "peak memory, MiB"]
+    lines = [
+        [
+            row["attention"],
+            *(f"{row[name]:.4f}" for name in ("last_loss", "held_out_loss")),
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['peak_memory_bytes'] / 2**20:,.0f}",
+        ]
+        for row in rows
+    ]
+    return grid(head, lines)
+
+
 def accuracy(rows: Sequence[Row]) -> str:
     """A line per case and gradient: greatest error and RMSE, and ours as multiples of theirs."""
     ours, *peers = providers_of(rows)
@@ -177,7 +191,7 @@ def accuracy(rows: Sequence[Row]) -> str:
 
 def means(rows: Sequence[Row]) -> list[str]:
     """A sentence for each peer of several points: our speed beside it."""
-    ours, *peers = providers_of(rows)
+    ours, *peers = providers_of(rows) or [""]
     lines = []
     for peer in peers:
         for measure, sentence in SENTENCES.items():
