@@ -16,8 +16,8 @@ void add(emulator::Session& session, const BwdWorkspace& workspace, const BwdPla
   const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
   const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
   const int64_t rows_q = blocks_q * config.block_m;
-  const int64_t rows_k = int64_t{plan.head_splits} * params.batch * params.heads_kv() *
-                         plan.n_blocks * config.block_n;
+  const int64_t rows_k =
+      int64_t{plan.head_splits} * params.batch * params.heads_kv() * plan.n_blocks * config.block_n;
   auto add_part = [&](const char* name, const auto* data, int64_t count) {
     if (data) emulator::Workspace::add(session, name, data, count * int64_t{sizeof *data});
   };

@@ -139,8 +139,8 @@ class Cta {
 
   static void enter(boost::context::detail::transfer_t from);
   uint32_t random();
-  Thread* pick();                    // one that can run; none when all wait
-  Thread* next();                    // likewise, while copies arrive
+  Thread* pick();  // one that can run; none when all wait
+  Thread* next();  // likewise, while copies arrive
   bool only_one_can_run() const;
   void switch_from(Thread& thread);  // to another; returns when it is this one's turn again
   void resume(Thread& thread);

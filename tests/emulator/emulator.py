@@ -131,9 +131,7 @@ def _poisoned_rows(x: Tensor) -> Tensor:
     return poisoned(x[..., None])[..., 0]
 
 
-def _split_band(
-    is_causal: bool, options: dict[str, int]
-) -> tuple[dict[str, int], dict[str, int]]:
+def _split_band(is_causal: bool, options: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """The window among the options, and the others."""
     names = "window_left", "window_right", "diagonal_offset"
     band = {name: value for name, value in options.items() if name in names}
@@ -153,8 +151,7 @@ class Emulator:
         self.workers = workers or len(os.sched_getaffinity(0))  # CTAs that run side by side
         self.defaults = defaults
         self._library = ctypes.CDLL(str(path))
-        for name in ("describe_build", "describe_plan"):
-            getattr(self._library, name).restype = ctypes.c_char_p
+        self._library.describe_plan.restype = ctypes.c_char_p
 
     def forward(
         self,
@@ -286,11 +283,6 @@ class Emulator:
     def plant(self, fault: int) -> None:
         """Switches on a fault of a library that has some (planting.py); 0: none."""
         self._library.plant(fault)
-
-    def tiles(self) -> list[dict[str, Any]]:
-        """The entries of the tile table."""
-        tiles = json.loads(self._library.describe_build())["tiles"]
-        return [tile for tile in tiles if tile["arch"] == f"sm{self.arch}"]
 
     def plan(self, **request: int) -> dict[str, Any]:
         """The plan of a call of these sizes, as the op `plan` describes it."""

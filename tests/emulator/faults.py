@@ -73,14 +73,10 @@ BACKWARD = [
     Fault("bwd-dlse", "= 0.f", WRONG),
     Fault("bwd-cta-barrier", "", READ),
     Fault("bwd-ds-barrier", "", READ),
-    Fault("bwd-mask", "", WRONG),
+    Fault("bwd-mask", "= (n_block_ + 1) * kBlockN", WRONG),
     Fault("bwd-delta", "= 0.f", WRONG),
     Fault("bwd-scale", "= factor * factor * gradient(r, c)", WRONG),
-    Fault(
-        "bwd-group",
-        "step({first_head, block.m_block}, next, is_last, stage, tdKrdK, tdVrdV);",
-        f"{WRONG}|{WRITTEN}",
-    ),
+    Fault("bwd-group", "step({first_head(), block.m_block}, stage, tdKrdK, tdVrdV);", WRONG),
     Fault("bwd-turn", "", "passes a turn that its CTA has not waited for"),
 ]
 FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD]

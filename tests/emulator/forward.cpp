@@ -1,5 +1,5 @@
-// The forward as Python calls it (emulator.py has the same structs), and what the host code tells of
-// plans and schedules.
+// The forward as Python calls it (emulator.py has the same structs), and what the host code tells
+// of plans and schedules.
 #include "call.h"
 #include "host/build_info.h"
 #include "host/launch_fwd.h"
@@ -19,12 +19,6 @@ extern "C" {
 struct CForward : emulator::CCall {
   int32_t refuses_tensor_maps;
 };
-
-// JSON: what was built, and the tile table.
-__attribute__((visibility("default"))) const char* describe_build() {
-  static const std::string description = build_info();
-  return description.c_str();
-}
 
 // The plan of a call, as JSON (host/build_info.h); a sentence if there is none.
 __attribute__((visibility("default"))) const char* describe_plan(const char* request,
@@ -103,9 +97,8 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
   emulator::Workspace workspace;
   emulator::refuses_tensor_maps = call->refuses_tensor_maps;
   auto launch = [&] {
-    const FwdPlan plan =
-        plan_fwd(params, parse_overrides(call->tuning), properties_of(emulator::kDevice),
-                 sm90::encode_fwd_maps);
+    const FwdPlan plan = plan_fwd(params, parse_overrides(call->tuning),
+                                  properties_of(emulator::kDevice), sm90::encode_fwd_maps);
     workspace.allocate(plan.workspace_bytes);
     workspace.add(session, "workspace", workspace.data(), plan.workspace_bytes);
     launch_fwd(plan, params, workspace.data(), emulator::kDevice, nullptr);

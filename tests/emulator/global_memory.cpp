@@ -64,7 +64,7 @@ std::string GlobalMemory::nearest(const void* address) const {
          ", which has " + std::to_string(row.end - row.begin);
 }
 
-std::string GlobalMemory::check_read(const void* address, int bytes, int alignment) const {
+std::string GlobalMemory::read(const void* address, int bytes, int alignment) {
   if (!aligned(address, alignment)) return kMisaligned;
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
@@ -72,8 +72,10 @@ std::string GlobalMemory::check_read(const void* address, int bytes, int alignme
   if (row->use == Use::kWorkspace) {
     const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
     for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
-      const uint8_t state = written_[row->first_cell + i];
-      if (state != kBefore) {
+      uint8_t state = kBefore;
+      auto& cell = written_[row->first_cell + i];
+      if (!cell.compare_exchange_strong(state, kRead, std::memory_order_relaxed) &&
+          state != kRead) {
         return "byte " + std::to_string(i * kCellBytes) + " of " + name(*row) +
                (state == kReduced ? ", to which this launch adds"
                                   : ", which no launch before has written");
@@ -92,6 +94,7 @@ std::string GlobalMemory::reduce(const void* address, int bytes) {
   for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
     const uint8_t before =
         written_[row->first_cell + i].exchange(kReduced, std::memory_order_relaxed);
+    if (before == kRead) return "of " + name(*row) + ", which this launch reads";
     if (before != kBefore && before != kReduced) {
       return "of " + name(*row) + ", which no launch before has written";
     }

@@ -15,7 +15,7 @@ class GlobalMemory {
 
   // A tensor of up to 3 dimensions of rows; strides in bytes. Every byte of an output and of a
   // workspace must be written exactly once. An output is never read, a workspace by launches after
-  // the one that has written it. Such a launch may instead add to it, in several CTAs; then later
+  // the one that has written it. Such a launch may instead add to it, in several CTAs. Then later
   // ones may read it.
   struct Tensor {
     const char* name;
@@ -30,10 +30,8 @@ class GlobalMemory {
   void begin_launch();
 
   // Nothing if `address` may be used so, else what is wrong with it.
-  std::string check_read(const void* address, int bytes) const {
-    return check_read(address, bytes, bytes);
-  }
-  std::string check_read(const void* address, int bytes, int alignment) const;
+  std::string read(const void* address, int bytes) { return read(address, bytes, bytes); }
+  std::string read(const void* address, int bytes, int alignment);
   std::string write(const void* address, int bytes) { return write(address, bytes, bytes); }
   std::string write(const void* address, int bytes, int alignment);
   std::string reduce(const void* address, int bytes);
@@ -50,7 +48,8 @@ class GlobalMemory {
     int64_t at[3];
     int64_t first_cell;  // in `written_`, of what is no input
   };
-  enum Written : uint8_t { kNever, kInThisLaunch, kBefore, kReduced };  // kReduced: in this launch
+  // When a cell was written. kRead, kReduced: before, and in this launch it was read or added to.
+  enum State : uint8_t { kNever, kInThisLaunch, kBefore, kRead, kReduced };
   const Row* row_of(const void* address, int bytes) const;
   static std::string name(const Row& row);
   std::string nearest(const void* address) const;

@@ -14,7 +14,7 @@ namespace {
 #define CALLER __builtin_extract_return_addr(__builtin_return_address(0))
 
 void read_global(Thread& thread, const void* address, int bytes, const void* code) {
-  const std::string wrong = thread.cta->launch().global->check_read(address, bytes);
+  const std::string wrong = thread.cta->launch().global->read(address, bytes);
   if (!wrong.empty()) {
     fail(thread, code, "reads %d bytes at %p, %s", bytes, address, wrong.c_str());
   }

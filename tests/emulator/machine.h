@@ -35,16 +35,16 @@ void copy_async(void* target, const void* source, bool exists);
 void commit_copies();
 void wait_copies(int groups_in_flight);
 
-// Sums and counters in global memory to which all CTAs of a launch may add: cells of a workspace that
-// an earlier launch has written. Of turns, see csrc/cute_fa2/common/platform.h.
+// Sums and counters in global memory to which all CTAs of a launch may add: cells of a workspace
+// that an earlier launch has written. Of turns, see csrc/cute_fa2/common/platform.h.
 void reduce_add(float* sum, float x);
 int next_number(int* counter);
 void wait_for_turn(const int* counter, int turn);
 void publish();
 void pass_turn(int* counter);
 
-// Runs `kernel` for every thread of every CTA, on emulated memories. CTAs start in an order that the
-// session's seed decides; seed 0 leaves them in theirs.
+// Runs `kernel` for every thread of every CTA, on emulated memories. CTAs start in an order that
+// the session's seed decides; seed 0 leaves them in theirs.
 using Kernel = void (*)(const void* params, void* shared_memory);
 void run_grid(int64_t ctas, int threads, int shared_bytes, Kernel kernel, const void* params,
               int params_bytes);

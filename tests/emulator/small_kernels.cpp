@@ -55,6 +55,8 @@ struct Params {
   CUtensorMap map_out;  // of `out`, likewise
   const Chunk* in;      // (kThreads)
   Chunk* out;           // (kThreads)
+  float* sums;          // (kThreads)
+  int* counter;
   Step steps[kMaxSteps];
 };
 
@@ -103,6 +105,19 @@ constexpr struct {
      }},
     {"shuffle", [](Me&, int, int) { shuffle(0, 0); }},
     {"ballot", [](Me&, int, int) { ballot(true); }},
+    // Sums and counters in global memory; of turns.
+    {"zero",
+     [](Me& me, int, int) {
+       me.p.sums[me.thread] = 0.f;
+       if (me.thread == 0) *me.p.counter = 0;
+     }},
+    {"add", [](Me& me, int, int) { reduce_add(&me.p.sums[me.thread / 2], 1.f); }},
+    {"expect",
+     [](Me& me, int sum, int) { require(me.p.sums[me.thread] == sum, "finds another sum"); }},
+    {"count", [](Me& me, int, int) { next_number(me.p.counter); }},
+    {"wait_turn", [](Me& me, int turn, int) { wait_for_turn(me.p.counter, turn); }},
+    {"publish", [](Me&, int, int) { publish(); }},
+    {"pass_turn", [](Me& me, int, int) { pass_turn(me.p.counter); }},
     // cp.async.
     {"copy", [](Me& me, int, int) { copy(me, &me.s.first[me.thread], &me.p.in[me.thread]); }},
     {"copy_second",
@@ -144,7 +159,7 @@ uint64_t threads_of(const std::string& who) {
   return uint64_t{1} << std::stoi(who);
 }
 
-// Steps are separated by semicolons: "who: name a b".
+// Steps are separated by semicolons: "who: name a b". Launches are separated by bars.
 void parse(const std::string& program, Step (&steps)[kMaxSteps]) {
   std::istringstream lines(program);
   Step* step = steps;
@@ -187,7 +202,7 @@ CUtensorMap map_of(const void* data) {
 }  // namespace
 }  // namespace flash_cute::emulator
 
-// Runs the program on one CTA.
+// Runs the program, each launch of it on one CTA. Sums and counters are there if it has several.
 extern "C" __attribute__((visibility("default"))) int emulate_small(
     const char* program, const void* in, void* out, uint64_t seed,
     flash_cute::emulator::Counters* counters, char* error, size_t error_bytes) {
@@ -196,6 +211,14 @@ extern "C" __attribute__((visibility("default"))) int emulate_small(
   const int64_t bytes = kThreads * sizeof(Chunk);
   session.global.add({"in", GlobalMemory::Use::kInput, in, {1, 1, 1}, {}, bytes});
   session.global.add({"out", GlobalMemory::Use::kOutput, out, {1, 1, 1}, {}, bytes});
+  float sums[kThreads];
+  int counter;
+  const std::string text = program;
+  if (text.find('|') != text.npos) {
+    session.global.add({"sums", GlobalMemory::Use::kWorkspace, sums, {1, 1, 1}, {}, sizeof sums});
+    session.global.add(
+        {"counter", GlobalMemory::Use::kWorkspace, &counter, {1, 1, 1}, {}, sizeof counter});
+  }
   auto run = [](const void* params, void* shared) {
     const auto& p = *static_cast<const Params*>(params);
     Me me{p, *static_cast<Shared*>(shared)};
@@ -204,10 +227,14 @@ extern "C" __attribute__((visibility("default"))) int emulate_small(
     }
   };
   auto launch = [&] {
-    Params params{
-        map_of(in), map_of(out), static_cast<const Chunk*>(in), static_cast<Chunk*>(out), {}};
-    parse(program, params.steps);
-    run_grid(1, kThreads, sizeof(Shared), run, &params, sizeof params);
+    std::istringstream launches(text);
+    for (std::string steps; std::getline(launches, steps, '|');) {
+      Params params{
+          map_of(in), map_of(out), static_cast<const Chunk*>(in), static_cast<Chunk*>(out), sums,
+          &counter,   {}};
+      parse(steps, params.steps);
+      run_grid(1, kThreads, sizeof(Shared), run, &params, sizeof params);
+    }
   };
   return run_session(session, launch, counters, error, error_bytes);
 }

@@ -3,9 +3,6 @@ ones, and the inputs lie in the midst of NaN."""
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import pytest
 import torch
 from support import BANDS, LAYOUTS, LENGTHS, poisoned, random_call, rising_inputs
@@ -81,7 +78,9 @@ def test_groups_of_heads(sm80, heads, heads_kv, head_splits):
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3, 1e-42, 3.0, 100.0, 500.0])
 def test_scales(sm80, scale, is_causal):
     for len_k in (50, 200):
-        gradients, _ = sm80.check_backward(*random_inputs(1, 1, 70, 64, len_k=len_k), is_causal, scale)
+        gradients, _ = sm80.check_backward(
+            *random_inputs(1, 1, 70, 64, len_k=len_k), is_causal, scale
+        )
         assert scale != 0 or not any(dx.any() for dx in gradients[:2])
 
 
@@ -105,7 +104,7 @@ def test_layouts(sm80, layout):
 @BOTH_MASKS
 def test_order_of_sums(sm80, is_causal, smem_limit):
     """Only dQ's sums may come in any order, and not where they are asked for in order."""
-    inputs = random_inputs(1, 2, 150, 64, heads_kv=1, len_k=400)
+    inputs = random_inputs(1, 2, 150, 64, heads_kv=1, len_k=600, dtype=torch.float16)
     in_order, in_any = (
         [
             sm80.check_backward(

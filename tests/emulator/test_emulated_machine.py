@@ -24,6 +24,9 @@ TWO_STORES = (
     "0: store 4; 0: commit; 0: store_second -4; 0: commit; 0: wait_stores 1; "
 )
 
+ZERO = "in; out; zero | "
+IN_TURN = "0: wait_turn 0; sync; add; publish; sync; 0: pass_turn; sync; "
+
 #: Programs, and whose input a thread puts out: that of its own index with some bits flipped.
 ALLOWED = {
     # Barriers.
@@ -48,6 +51,10 @@ ALLOWED = {
     # stmatrix, setmaxnreg.
     "stmatrix; sync_warp; get; out": 0,
     "w0: dealloc 248; w1: alloc 256; in; out": 0,
+    # Sums, alone and in turn.
+    ZERO + "add; add | w1: expect 0": 0,
+    ZERO + IN_TURN + "0: wait_turn 1; sync; add | w1: expect 0": 0,
+    ZERO + "count; 0: wait_turn 64": 0,
 }
 REFUSED = {
     # Races.
@@ -108,6 +115,20 @@ REFUSED = {
     TWO_STORES + "0: put_second": STILL_READ,
     # setmaxnreg.
     "alloc 256; in; out": f"{STUCK} .* for registers",
+    # Sums and turns.
+    "in; out | add; zero": "adds .* which no launch before has written",
+    ZERO + "add; sync; w0: expect 2": "to which this launch adds",
+    ZERO + "expect 0; sync; add": "which this launch reads",
+    ZERO + "add; zero": "has been written already",
+    ZERO + "zero": "has been written already",
+    ZERO + "0: wait_turn 1": "turn 1 of a counter at 0: a turn that never comes",
+    ZERO + "0: pass_turn": "passes a turn that its CTA has not waited for",
+    ZERO + "0: wait_turn 0; add": "with no barrier in between|begins a turn after thread",
+    ZERO + "0: wait_turn 0; sync; add; sync; 0: pass_turn": "has not published its sums",
+    ZERO + "0: wait_turn 0; sync; add; publish; 0: pass_turn": (
+        "has not published its sums|with no barrier in between|adds to a sum after its CTA's turn"
+    ),
+    ZERO + IN_TURN + "add": "adds to a sum after its CTA's turn",
 }
 SEEDS = pytest.mark.parametrize("seed", range(5))
 

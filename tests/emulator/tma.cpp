@@ -78,7 +78,7 @@ void Tma::load(Thread& thread, const void* map, void* target, const void* barrie
                             code);
     }
     if (!address) return;
-    const std::string wrong = cta.launch().global->check_read(address, bytes, 16);
+    const std::string wrong = cta.launch().global->read(address, bytes, 16);
     if (!wrong.empty()) {
       fail(thread, code, "copies %d bytes from %p, %s", bytes, static_cast<const void*>(address),
            wrong.c_str());

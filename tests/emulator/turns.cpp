@@ -16,8 +16,8 @@ void Turns::pass(int* counter) {
 }
 
 bool Turns::is_stuck() const {
-  return waiting_.size() == running_ &&
-         std::none_of(waiting_.begin(), waiting_.end(), [](const Waiting& w) { return w.is_over(); });
+  return waiting_.size() == running_ && std::none_of(waiting_.begin(), waiting_.end(),
+                                                     [](const Waiting& w) { return w.is_over(); });
 }
 
 std::string Turns::wait(const int* counter, int turn) {

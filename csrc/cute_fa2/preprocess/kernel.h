@@ -68,7 +68,7 @@ struct PreprocessKernel {
         constexpr float kLog2e = 1.44269504088896341f;
         const float lse = *row_of(params.lse);
         const float dlse = params.dlse.data ? *row_of(params.dlse) : 0.f;  // fault: bwd-dlse
-        // Selected, not multiplied: dout and dlse of a row without a key may be anything.
+        // Selected, not multiplied: dlse of a row without a key may be NaN.
         if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};  // fault: bwd-keyless-row
       }
       params.workspace.stats[block * arguments.block_m + in_block] = stats;

@@ -246,10 +246,10 @@ class BwdMainloop {
         weights(r, c) = fmaf(weights(r, c), scale_log2, -lse_log2);
       }
     }
-    const int key0 = n_block_ * kBlockN;
+    const int key0 = n_block_ * kBlockN;  // fault: bwd-mask
     if (mask_.cuts(row0, kBlockM, key0, kBlockN)) {
       mask_.apply(weights, coords(platform::rematerialize(thread_)), coords(0u), row0, kBlockM,
-                  key0, kBlockN);  // fault: bwd-mask
+                  key0, kBlockN);
     }
     CUTE_UNROLL
     for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
