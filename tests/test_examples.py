@@ -42,7 +42,7 @@ def test_transformer_block_fails_on_a_wrong_attention(monkeypatch: pytest.Monkey
     assert transformer_block.main(["--device", "cpu", "--H", "2", "--D", "16"]) == 1
 
 
-TINY = "--device cpu --steps 30 --length 32 --batch 4 --layers 2 --heads 2 --width 32 --lr 1e-2"
+TINY = "--device cpu --steps 30 --length 32 --batch 4 --layers 2 --heads 2 --width 32 --lr 3e-3"
 
 
 def trained(folder: Path, *words: str) -> dict[str, Any]:
@@ -63,13 +63,13 @@ def test_train_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ours["attention"] == "flash_cute" and len(ours["losses"]) == 30
     # A guess among 256 bytes has a loss of log 256 = 5.5.
     assert 5.4 < ours["losses"][0] < 5.8
-    assert ours["losses"][-1] < 4 and ours["held_out_loss"] < 4
+    assert ours["losses"][-1] < 5 and ours["held_out_loss"] < 5
     for attention in ("math", "sdpa"):
         theirs = trained(tmp_path, "--attention", attention)
-        assert theirs["losses"] == pytest.approx(ours["losses"], abs=0.02)
-        assert theirs["held_out_loss"] == pytest.approx(ours["held_out_loss"], abs=0.02)
+        assert theirs["losses"] == pytest.approx(ours["losses"], abs=0.002)
+        assert theirs["held_out_loss"] == pytest.approx(ours["held_out_loss"], abs=0.002)
     other = trained(tmp_path, "--seed", "1")
-    assert other["losses"] != pytest.approx(ours["losses"], abs=0.02)
+    assert other["losses"] != pytest.approx(ours["losses"], abs=0.002)
 
 
 def test_train_gpt_ends_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
