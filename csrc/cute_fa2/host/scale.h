@@ -40,7 +40,7 @@ inline SoftmaxScale make_softmax_scale(double scale) {
   const double scale_log2 = scale == 0 ? 1 : std::clamp(std::abs(scale) * kLog2e, kMin, kMax);
   const bool is_large = scale_log2 > SoftmaxScale::kLargeScaleLog2;
   return {
-      .scale = static_cast<float>(scale),
+      .scale = static_cast<float>(std::clamp(scale, -kMax, kMax)),
       .q_sign = scale > 0   ? 1.f
                 : scale < 0 ? -1.f
                             : 0.f,

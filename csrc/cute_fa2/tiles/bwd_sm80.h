@@ -23,9 +23,9 @@ struct BwdConfigSm80 {
   WarpGrid dq_warps;   // of dQ, block_m x head_dim
 
   constexpr int threads() const { return s_warps.count() * 32; }
-  // Where one block has all keys, dQ is whole in a tile: it can be stored at once. With few keys
-  // that is rare, and would take registers.
-  constexpr bool stores_dq() const { return block_n >= 64; }
+  // Where one block has all keys, dQ is whole in a tile: it can be stored at once. At head dim 256
+  // that would take registers which are not there.
+  constexpr bool stores_dq() const { return head_dim <= 192; }
   // K, V, Q and dO, P and dS, and the rows' statistics; a CTA's ticket.
   constexpr int smem_bytes(int element_bytes) const {
     const int kv = block_n * (head_dim + head_dim_v);
