@@ -54,7 +54,8 @@ class Mask {
   }
 
   // The inverse of visible_blocks: the blocks of rows of which any sees one of the keys
-  // [key_begin, key_end). For rows that are queries.
+  // [key_begin, key_end). For rows that are queries. Where the first of them would be past the last
+  // row, the last block may be among them; the mask then leaves nothing of it.
   CUTE_DEVICE BlockRange visible_row_blocks(int key_begin, int key_end, int len_q,
                                             int block_m) const {
     static_assert(std::is_same_v<Rows, UnpackedRows>);
