@@ -15,7 +15,7 @@ namespace flash_cute::sm80 {
 template <class Traits>
 struct AccumulatorSums {
   template <class Accumulator>
-  static CUTE_DEVICE void add(float* tile, const Accumulator& accumulator) {
+  static CUTE_DEVICE void add_to(float* tile, const Accumulator& accumulator) {
     float* const mine = tile + platform::thread_index();
     CUTE_UNROLL
     for (int i = 0; i < cute::size(accumulator); ++i) {
@@ -23,7 +23,7 @@ struct AccumulatorSums {
     }
   }
   template <class Accumulator>
-  static CUTE_DEVICE void store(float* tile, const Accumulator& accumulator) {
+  static CUTE_DEVICE void store_to(float* tile, const Accumulator& accumulator) {
     float* const mine = tile + platform::thread_index();
     CUTE_UNROLL
     for (int i = 0; i < cute::size(accumulator); ++i) {
@@ -32,7 +32,7 @@ struct AccumulatorSums {
   }
   // accumulator += what is in memory
   template <class Accumulator>
-  static CUTE_DEVICE void load(const float* tile, Accumulator& accumulator) {
+  static CUTE_DEVICE void add_from(const float* tile, Accumulator& accumulator) {
     const float* const mine = tile + platform::thread_index();
     CUTE_UNROLL
     for (int i = 0; i < cute::size(accumulator); ++i) {

@@ -48,8 +48,8 @@ struct BwdKernel {
           ((int64_t{tile.split} * params.batch + tile.batch) * arguments.heads_kv + tile.head) *
               params.n_blocks +
           tile.m_block;
-      Sums::store(params.workspace.dk + index * size(typename Traits::ShapeK{}), tdKrdK);
-      Sums::store(params.workspace.dv + index * size(typename Traits::ShapeV{}), tdVrdV);
+      Sums::store_to(params.workspace.dk + index * size(typename Traits::ShapeK{}), tdKrdK);
+      Sums::store_to(params.workspace.dv + index * size(typename Traits::ShapeV{}), tdVrdV);
       return;
     }
     const int row0 = tile.m_block * Traits::kBlockN;
@@ -104,7 +104,7 @@ struct ConvertKernel {
     clear(sum);
     for (int split = 0; split < arguments.splits; ++split) {  // in a fixed order
       const int64_t index = split * arguments.tiles + tile;
-      AccumulatorSums<Traits>::load(arguments.sums + index * size(Shape{}), sum);
+      AccumulatorSums<Traits>::add_from(arguments.sums + index * size(Shape{}), sum);
     }
     const GradientPlace place = {arguments.gradient, batch, head, 0, arguments.rows,
                                  arguments.columns};

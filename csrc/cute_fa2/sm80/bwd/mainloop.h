@@ -52,7 +52,7 @@ class BwdMainloop {
         sequence_(sequence),
         smem_(smem),
         thread_(platform::thread_index()),
-        n_block_(tile.m_block) {}
+        n_block_(tile.m_block) {}  // the blocks of this kernel are of keys
 
   // Leaves the sums in tdKrdK (4, MMA_N, kHeadDim / 8) and tdVrdV (4, MMA_N, kHeadDimV / 8).
   template <class Dk, class Dv>
@@ -122,12 +122,12 @@ class BwdMainloop {
   static CUTE_DEVICE auto transposed(Element* data) {  // the same elements
     return make_tensor(cute::make_smem_ptr(data), SmemLayoutTransposed<Shape>{});
   }
-  CUTE_DEVICE auto sK() const { return tile<ShapeK>(smem_.k); }                         // (N, D)
-  CUTE_DEVICE auto sV() const { return tile<ShapeV>(smem_.v); }                         // (N, Dv)
-  CUTE_DEVICE auto sQ(int stage) const { return tile<ShapeQ>(smem_.q[stage]); }         // (M, D)
-  CUTE_DEVICE auto sDo(int stage) const { return tile<ShapeDout>(smem_.dout[stage]); }  // (M, Dv)
-  CUTE_DEVICE auto sP() const { return tile<ShapeS>(smem_.p); }                         // (M, N)
-  CUTE_DEVICE auto sDs() const { return tile<ShapeS>(smem_.ds); }                       // (M, N)
+  CUTE_DEVICE auto sK() const { return tile<ShapeK>(smem_.k); }                           // (N, D)
+  CUTE_DEVICE auto sV() const { return tile<ShapeV>(smem_.v); }                           // (N, Dv)
+  CUTE_DEVICE auto sQ(int stage) const { return tile<ShapeQ>(smem_.q[stage]); }           // (M, D)
+  CUTE_DEVICE auto sDout(int stage) const { return tile<ShapeDout>(smem_.dout[stage]); }  // (M, Dv)
+  CUTE_DEVICE auto sP() const { return tile<ShapeS>(smem_.p); }                           // (M, N)
+  CUTE_DEVICE auto sDs() const { return tile<ShapeS>(smem_.ds); }                         // (M, N)
 
   // Issues the copy of block `index` of a head's rows. Rows that do not exist become zeros.
   template <class Shape, class Target>
@@ -155,7 +155,7 @@ class BwdMainloop {
     load<ShapeQ>(params_.q, block.head, block.m_block, sequence_.first_q, sequence_.len_q,
                  params_.head_dim, sQ(stage));
     load<ShapeDout>(params_.dout, block.head, block.m_block, sequence_.first_q, sequence_.len_q,
-                    params_.head_dim_v, sDo(stage));
+                    params_.head_dim_v, sDout(stage));
     if (thread_ < kBlockM / 2) {  // two rows a thread
       const auto* from = reinterpret_cast<const float*>(params_.workspace.stats +
                                                         index_of(block) * kBlockM + 2 * thread_);
@@ -181,10 +181,10 @@ class BwdMainloop {
     auto tSrDp = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, N / 8)
     gemm_of_rows<TiledMmaS>(sQ(stage), sK(), tSrS);
     const int row0 = block.m_block * kBlockM;
-    weigh(row0, stage, tSrS);
+    to_weights(row0, stage, tSrS);
     store_shared(tSrS, sP());
-    gemm_of_rows<TiledMmaS>(sDo(stage), sV(), tSrDp);
-    differentiate(stage, tSrS, tSrDp);
+    gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp);
+    to_score_gradients(stage, tSrS, tSrDp);
     store_shared(tSrDp, sDs());
     platform::sync_cta();  // P and dS are there, of all warps; fault: bwd-ds-barrier
 
@@ -233,7 +233,7 @@ class BwdMainloop {
   // P from S. The mask goes onto the exponent: the weight of a key that its row does not see may be
   // inf.
   template <class S>
-  CUTE_DEVICE void weigh(int row0, unsigned stage, S& tSrS) const {
+  CUTE_DEVICE void to_weights(int row0, unsigned stage, S& tSrS) const {
     using namespace cute;
     auto weights = as_matrix(tSrS);  // (rows, columns)
     const auto at = coords(platform::rematerialize(thread_));
@@ -257,7 +257,7 @@ class BwdMainloop {
 
   // dS from dP, in its place.
   template <class P, class Dp>
-  CUTE_DEVICE void differentiate(unsigned stage, P& tSrP, Dp& tSrDp) const {
+  CUTE_DEVICE void to_score_gradients(unsigned stage, P& tSrP, Dp& tSrDp) const {
     using namespace cute;
     const auto weights = as_matrix(tSrP);  // (rows, columns)
     auto ds = as_matrix(tSrDp);            // (rows, columns)
@@ -294,7 +294,7 @@ class BwdMainloop {
     }
     const BwdWorkspace& workspace = params_.workspace;
     float* const sums = workspace.dq + index_of(block) * cute::size(ShapeQ{});
-    if (!workspace.tickets) return Sums::add(sums, tdQrdQ);
+    if (!workspace.tickets) return Sums::add_to(sums, tdQrdQ);
     int* const added = workspace.added + index_of(block);
     if (thread_ == 0) {
       const int row_end = cute::min(row0 + kBlockM, sequence_.len_q);
@@ -302,7 +302,7 @@ class BwdMainloop {
       platform::wait_for_turn(added, turn);  // fault: bwd-turn
     }
     platform::sync_cta();  // it is this CTA's turn
-    Sums::add(sums, tdQrdQ);
+    Sums::add_to(sums, tdQrdQ);
     platform::publish();
     platform::sync_cta();  // all threads have added
     if (thread_ == 0) platform::pass_turn(added);
