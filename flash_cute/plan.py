@@ -54,11 +54,14 @@ SIZES = (
     ("Dv", "D", "head dim of v"),
 )
 
-#: What the plan is printed as: titles, and texts with names from the op's answer.
-LINES = (
+KERNEL = (
     ("kernel", "{arch} for head dims up to {head_dim}, mask: {kernel_mask}"),
-    ("tile", "{block_m} queries x {block_n} keys, {warps} warps, key blocks in memory: {stages}"),
+    ("tile", "{block_m} queries x {block_n} keys, {warps} warps, {walks} in memory: {stages}"),
     ("shared memory", "{smem_bytes:,} bytes a CTA, CTAs of a multiprocessor: {ctas_per_sm}"),
+)
+#: What the plan is printed as: titles, and texts with names from the op's answer.
+FORWARD = (
+    *KERNEL,
     ("GQA packing", "query heads that share a tile: {packed_heads}"),
     (
         "split-KV",
@@ -68,6 +71,13 @@ LINES = (
     ("launch", "{ctas:,} CTAs, {waves:.2f} waves"),
     ("scheduler", "{scheduler}, heads in groups of {head_group}"),
     ("not sm90", "{why_not_sm90}"),
+)
+BACKWARD = (
+    *KERNEL,
+    ("query heads", "CTAs that share the heads of a group: {head_splits}"),
+    ("blocks", "of queries: {m_blocks:,}; of keys: {n_blocks:,}"),
+    ("launch", "{ctas:,} CTAs, {waves:.2f} waves, heads in groups of {head_group}"),
+    ("workspace", "{workspace_bytes:,} bytes"),
 )
 #: What else the answer has of the tile's entry. Not for people.
 UNSEEN = {
@@ -100,6 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         default=(-1, -1),
         help="keys before and after the diagonal, -1 for all",
     )
+    parser.add_argument("--backward", action="store_true", help="of the gradients")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits each time")
     has_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--gpu",
@@ -153,19 +165,23 @@ def request(args: argparse.Namespace, device: Device) -> str:
         "head_dim_v": args.Dv,
         "window_left": window_left,
         "window_right": window_right,
+        "backward": int(args.backward),
+        "deterministic": int(args.deterministic),
         **vars(device),
     }
     return ",".join(f"{name}={value}" for name, value in items.items())
 
 
 def description(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """The plan for a person: titles and texts. What no line of LINES has comes last."""
+    """The plan for a person: titles and texts. What no line has comes last."""
     rows = []
     rest = {key: value for key, value in answer.items() if key not in UNSEEN}
-    for title, text in LINES:
+    is_forward = answer.get("op") != "bwd"
+    names = {**answer, "walks": "key blocks" if is_forward else "query blocks"}
+    for title, text in FORWARD if is_forward else BACKWARD:
         keys = [key for _, key, _, _ in string.Formatter().parse(text) if key]
-        if all(answer.get(key, "") != "" for key in keys):
-            rows.append((title, text.format(**answer)))
+        if all(names.get(key, "") != "" for key in keys):
+            rows.append((title, text.format(**names)))
             rest = {key: value for key, value in rest.items() if key not in keys}
     others = ", ".join(f"{key} {value}" for key, value in rest.items() if value != "")
     return [*rows, ("others", others)] if others else rows
@@ -175,7 +191,8 @@ def _call(args: argparse.Namespace) -> str:
     sizes = ", ".join(f"{name} {getattr(args, name)}" for name, _, _ in SIZES)
     left, right = args.window
     window = f", window {left} {right}" if max(left, right) >= 0 else ""
-    return f"{sizes}, {args.dtype}{', causal' if args.causal else window}"
+    op = f"{', deterministic' if args.deterministic else ''}{', backward' if args.backward else ''}"
+    return f"{sizes}, {args.dtype}{', causal' if args.causal else window}{op}"
 
 
 def _gpu(name: str, device: Device) -> str:

@@ -42,22 +42,23 @@ def test_transformer_block_fails_on_a_wrong_attention(monkeypatch: pytest.Monkey
     assert transformer_block.main(["--device", "cpu", "--H", "2", "--D", "16"]) == 1
 
 
-TINY = "--device cpu --steps 30 --length 32 --batch 4 --layers 2 --heads 2 --width 32 --lr 3e-3"
+TINY = "--steps 30 --length 32 --batch 4 --layers 2 --heads 2 --width 32 --lr 3e-3"
 
 
-def trained(folder: Path, *words: str) -> dict[str, Any]:
+def trained(folder: Path, device: str, *words: str) -> dict[str, Any]:
     pytest.importorskip("matplotlib")
     from examples import train_gpt
 
     curve, results = folder / "deep" / "loss.png", folder / "results.json"
-    argv = [*TINY.split(), *words, "--out", str(curve), "--json", str(results)]
+    argv = ["--device", device, *TINY.split(), *words, "--out", str(curve), "--json", str(results)]
     assert train_gpt.main(argv) == 0
     assert curve.read_bytes().startswith(b"\x89PNG")
     return dict(json.loads(results.read_text()))
 
 
-def test_train_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = trained(tmp_path)
+@pytest.mark.parametrize("device", DEVICES)
+def test_train_gpt(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = trained(tmp_path, device)
     printed = capsys.readouterr().out
     assert "tokens a second, peak memory" in printed and "loss on held-out text" in printed
     assert ours["attention"] == "flash_cute" and len(ours["losses"]) == 30
@@ -65,10 +66,10 @@ def test_train_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 5.4 < ours["losses"][0] < 5.8
     assert ours["losses"][-1] < 5 and ours["held_out_loss"] < 5
     for attention in ("math", "sdpa"):
-        theirs = trained(tmp_path, "--attention", attention)
+        theirs = trained(tmp_path, device, "--attention", attention)
         assert theirs["losses"] == pytest.approx(ours["losses"], abs=0.002)
         assert theirs["held_out_loss"] == pytest.approx(ours["held_out_loss"], abs=0.002)
-    other = trained(tmp_path, "--seed", "1")
+    other = trained(tmp_path, device, "--seed", "1")
     assert other["losses"] != pytest.approx(ours["losses"], abs=0.002)
 
 
@@ -78,7 +79,7 @@ def test_train_gpt_ends_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(flash_cute, "forward", wrong)
     with pytest.raises(SystemExit, match="the loss of step 0 is nan"):
-        trained(tmp_path)
+        trained(tmp_path, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -96,5 +97,5 @@ def test_train_gpt_refuses(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        trained(tmp_path, *words.split())
+        trained(tmp_path, "cpu", *words.split())
     assert message in capsys.readouterr().err

@@ -69,19 +69,29 @@ def other_work():
     torch.cuda.synchronize()
 
 
+MASKS = {"full": {}, "causal": {"window_right": 0}, "window": {"window_left": 99, "window_right": 9}}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("length, heads_kv", [(128, 4), (1000, 4), (1000, 1)])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("length", [128, 1000])
-def test_repeats_are_bitwise_equal(head_dim, length, other_work):
+def test_repeats_are_bitwise_equal(head_dim, length, heads_kv, mask, other_work, request):
     """dk and dv always; dq too where that is asked for."""
-    args = arguments(2, 8, length, head_dim, heads_kv=4)
+    q, k, v = gpu_inputs(2, 8, length, head_dim, heads_kv=heads_kv)
+    out, lse = ops.fwd(q, k, v, **MASKS[mask])
+    args = torch.randn_like(out), q, k, v, out, lse, torch.randn_like(lse)
+
+    def gradients(**options):
+        return ops.bwd(*args, **MASKS[mask], **options)
+
     other_work()
-    first = causal_gradients(args, deterministic=True)
-    for i in range(30):
+    first = gradients(deterministic=True)
+    for i in range(1000 if request.config.getoption("--full") else 30):
         if i % 10 == 0:
             other_work(10)
-        assert all(map(torch.equal, causal_gradients(args, deterministic=True), first))
-        assert all(map(torch.equal, causal_gradients(args)[1:], first[1:]))
-    dq = causal_gradients(args)[0]
+        assert all(map(torch.equal, gradients(deterministic=True), first))
+        assert all(map(torch.equal, gradients()[1:], first[1:]))
+    dq = gradients()[0]
     bound = 2 * torch.finfo(BF16).eps * dq.float().abs().max().item()
     torch.testing.assert_close(dq, first[0], rtol=0, atol=bound)
 
@@ -111,16 +121,22 @@ def test_kernels_and_nothing_else(deterministic):
     assert len(launched(lambda: causal_gradients(args, deterministic=deterministic))) == 2
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_memory(head_dim):
-    """Gradients, 8 bytes a row, and dq in fp32, which is given back."""
-    args = arguments(2, 8, 2048, head_dim)
-    peak, results = peak_memory(lambda: causal_gradients(args))
-    rows = 2 * 8 * 2048
-    assert peak <= rows * (3 * 2 * head_dim + 8 + 4 * head_dim) + (2 << 20)
+@pytest.mark.parametrize("heads_kv, head_splits", [(8, 1), (2, 1), (2, 4)])
+@pytest.mark.parametrize("head_dim, bucket", [(64, 64), (80, 96), (128, 128), (256, 256)])
+def test_memory(head_dim, bucket, heads_kv, head_splits):
+    """Gradients, 8 bytes a row, and dq in fp32, which is given back. CTAs that share a group have
+    a dk and dv each."""
+    args = arguments(2, 8, 2048, head_dim, heads_kv=heads_kv)
+    peak, results = peak_memory(
+        lambda: causal_gradients(args, tuning=f"head_splits={head_splits}")
+    )
+    rows, rows_kv = 2 * 8 * 2048, 2 * heads_kv * 2048
+    gradients = (rows + 2 * rows_kv) * 2 * head_dim
+    of_splits = head_splits * 2 * rows_kv * 4 * bucket if head_splits > 1 else 0
+    assert peak <= gradients + rows * (8 + 4 * bucket) + of_splits + (2 << 20)
     held = torch.cuda.memory_allocated()
     del results
-    assert held - torch.cuda.memory_allocated() <= rows * 3 * 2 * head_dim + (1 << 20)
+    assert held - torch.cuda.memory_allocated() <= gradients + (1 << 20)
 
 
 def test_never_synchronises_and_runs_on_the_current_stream():
@@ -304,15 +320,42 @@ def test_beyond_2_to_the_31_elements():
             torch.testing.assert_close(whole[part].float(), total, rtol=0, atol=bound)
 
 
+def test_keys_beyond_2_to_the_31_elements():
+    """k, v and their gradients have 2.2e9 elements each. The rows of dout lie far apart."""
+    needs_memory(48)
+    size = 2, 64, 131_200, 128
+    k, v = (torch.empty(size, dtype=BF16, device="cuda").normal_() for _ in range(2))
+    q = gpu_inputs(2, 64, 129, 128)[0]
+    out, lse = flash_cute.forward(q, k, v)
+    dout = torch.randn((129, 2, 64, 131_200), dtype=BF16, device="cuda")
+    dout = dout.permute(1, 2, 0, 3)[..., -128:]
+    assert dout.stride(2) * dout.shape[2] > 2**31
+    dq, dk, dv = ops.bwd(dout, q, k, v, out, lse)
+    for b, h in ((0, 0), (1, 63)):
+        part = (slice(b, b + 1), slice(h, h + 1))
+        rest = [x[part].contiguous() for x in (dout, q, k, v, out, lse)]
+        for gradient, expected in zip((dq, dk, dv), ops.bwd(*rest), strict=True):
+            bound = 1e-2 * expected.float().abs().max().item()
+            torch.testing.assert_close(gradient[part], expected, rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"k": lambda x: x[..., :8]}, "same head dim"),
-        ({"out": lambda x: x[:, :, 1:]}, "out and dout must have"),
-        ({"dout": lambda x: x.float()}, "out and dout must have"),
-        ({"dout": lambda x: x.cpu()}, "out and dout must have"),
-        ({"lse": lambda x: x[..., None]}, "softmax_lse and dlse must be"),
-        ({"dlse": lambda x: x.half()}, "softmax_lse and dlse must be"),
+        ({"v": lambda x: x.half()}, "q, k and v must be all float16 or all bfloat16"),
+        ({"k": lambda x: x.cpu()}, "q, k and v must be on the same CUDA device"),
+        ({"out": lambda x: x[:, :, 1:]}, "out must have q's shape"),
+        ({"out": lambda x: x.half()}, "out must be of q's dtype"),
+        ({"out": lambda x: x.cpu()}, "out must be on q's device"),
+        ({"dout": lambda x: x[..., 1:]}, "dout must have q's shape"),
+        ({"dout": lambda x: x.float()}, "dout must be of q's dtype"),
+        ({"dout": lambda x: x.cpu()}, "dout must be on q's device"),
+        ({"lse": lambda x: x[..., None]}, "softmax_lse must have q's shape without the head dim"),
+        ({"lse": lambda x: x.double()}, "softmax_lse must be float32"),
+        ({"lse": lambda x: x.cpu()}, "softmax_lse must be on q's device"),
+        ({"dlse": lambda x: x.half()}, "dlse must be float32"),
+        ({"dlse": lambda x: x.cpu()}, "dlse must be on q's device"),
     ],
 )
 def test_the_op_itself_guards_memory(change, message):
@@ -324,3 +367,5 @@ def test_the_op_itself_guards_memory(change, message):
         ops.bwd(*args.values())
     with pytest.raises(RuntimeError, match="tuning has 'heads': it must be one of"):
         causal_gradients(arguments(1, 2, 65, 64), tuning="heads=1")
+    with torch._C._AutoDispatchBelowAutograd(), pytest.raises(RuntimeError, match="must be finite"):
+        causal_gradients(arguments(1, 2, 65, 64), softmax_scale=math.inf)

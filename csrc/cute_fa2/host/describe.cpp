@@ -90,4 +90,20 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
       .str();
 }
 
+std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device) {
+  const BwdEntrySm80& entry = kBwdTilesSm80[plan.tile];
+  const double at_once = static_cast<double>(entry.ctas_per_sm) * device.multiprocessors;
+  const int ctas = plan.order.tiles();
+  return as_json(entry, params.dtype)
+      .add("kernel_mask", params.is_full() ? "full" : "banded")
+      .add("m_blocks", plan.m_blocks)
+      .add("n_blocks", plan.n_blocks)
+      .add("head_splits", plan.head_splits)
+      .add("head_group", plan.order.head_group)
+      .add("ctas", ctas)
+      .add("waves", ctas / at_once)
+      .add("workspace_bytes", plan.workspace_bytes)
+      .str();
+}
+
 }  // namespace flash_cute

@@ -6,6 +6,7 @@
 #include "host/device.h"
 #include "host/json.h"
 #include "host/params.h"
+#include "host/plan_bwd.h"
 #include "host/plan_fwd.h"
 #include "tiles/bwd_sm80.h"
 #include "tiles/fwd_sm80.h"
@@ -18,5 +19,6 @@ JsonObject as_json(const TileEntrySm90& entry, DType dtype);
 JsonObject as_json(const BwdEntrySm80& entry, DType dtype);
 
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device);
+std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device);
 
 }  // namespace flash_cute

@@ -42,15 +42,15 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
           .before_last = 0};
 }
 
-// Hands out parts of a workspace, each 16-byte aligned.
+// Hands out parts of a workspace, each 16-byte aligned; without memory it counts alone.
 class Allocator {
  public:
   explicit Allocator(void* memory) : memory_(static_cast<char*>(memory)) {}
   template <class T>
   T* take(int64_t count) {
-    char* const here = memory_ + bytes_;
+    const int64_t here = bytes_;
     bytes_ += ceil_div(count * static_cast<int64_t>(sizeof(T)), 16) * 16;
-    return count == 0 ? nullptr : reinterpret_cast<T*>(here);
+    return count == 0 || !memory_ ? nullptr : reinterpret_cast<T*>(memory_ + here);
   }
   int64_t bytes() const { return bytes_; }
 

@@ -5,6 +5,7 @@
 #include "host/build_info.h"
 #include "host/describe.h"
 #include "host/named_numbers.h"
+#include "host/plan_bwd.h"
 #include "host/plan_fwd.h"
 
 namespace flash_cute {
@@ -16,6 +17,7 @@ struct Request {
   int64_t head_dim_v = 0;  // as head_dim
   int64_t window_left = -1, window_right = -1;
   int64_t scale_sign = 1;
+  int64_t backward = 0, deterministic = 0;
   // Elements from one entry to the next; -1 of a dense tensor.
   struct {
     int64_t batch = -1, head = -1, row = -1;
@@ -38,6 +40,8 @@ struct Request {
                   {"window_left", window_left, -1, INT64_MAX},
                   {"window_right", window_right, -1, INT64_MAX},
                   {"scale_sign", scale_sign, -1, 1},
+                  {"backward", backward, 0, 1},
+                  {"deterministic", deterministic, 0, 1},
                   {"q_stride_batch", q.batch, -1, INT64_MAX},
                   {"q_stride_head", q.head, -1, INT64_MAX},
                   {"q_stride_row", q.row, -1, INT64_MAX},
@@ -76,10 +80,8 @@ struct Request {
   }
 };
 
-}  // namespace
-
-std::string plan(const std::string& request, const std::string& tuning) {
-  const Request r(request);
+// What forward and backward have in common.
+void set_attention(AttentionParams& params, const Request& r) {
   const auto view = [](const auto& strides, int64_t heads, int64_t rows, int columns) {
     auto view = dense_view<const void*>(nullptr, heads, rows, columns);
     if (strides.batch >= 0) view.stride_batch = strides.batch;
@@ -87,13 +89,11 @@ std::string plan(const std::string& request, const std::string& tuning) {
     if (strides.row >= 0) view.stride_row = strides.row;
     return view;
   };
-  FwdParams params{};
   params.head_dim = static_cast<int>(whole_chunks(r.head_dim));
   params.head_dim_v = static_cast<int>(whole_chunks(r.head_dim_v));
   params.q = view(r.q, r.heads_q, r.len_q, params.head_dim);
   params.k = view(r.k, r.heads_kv, r.len_k, params.head_dim);
   params.v = view(r.v, r.heads_kv, r.len_k, params.head_dim_v);
-  params.out = dense_view<void*>(nullptr, r.heads_q, r.len_q, params.head_dim_v);
   params.batch = static_cast<int>(r.batch);
   params.heads_q = static_cast<int>(r.heads_q);
   params.group_size = static_cast<int>(r.heads_q / r.heads_kv);
@@ -103,9 +103,24 @@ std::string plan(const std::string& request, const std::string& tuning) {
   params.mask =
       set_band(params.band, r.len_q, r.len_k, r.window_left, r.window_right, r.len_k - r.len_q);
   params.scale = make_softmax_scale(r.scale_sign / std::sqrt(static_cast<double>(r.head_dim)));
+}
+
+}  // namespace
+
+std::string plan(const std::string& request, const std::string& tuning) {
+  const Request r(request);
   const DeviceProperties device = {static_cast<int>(r.compute_capability / 10),
                                    static_cast<int>(r.multiprocessors),
                                    static_cast<int>(r.l2_bytes), static_cast<int>(r.smem_per_cta)};
+  if (r.backward != 0) {
+    BwdParams params{};
+    set_attention(params, r);
+    params.deterministic = r.deterministic != 0;
+    return describe(plan_bwd(params, parse_bwd_overrides(tuning), device), params, device);
+  }
+  FwdParams params{};
+  set_attention(params, r);
+  params.out = dense_view<void*>(nullptr, r.heads_q, r.len_q, params.head_dim_v);
   return describe(plan_fwd(params, parse_overrides(tuning), device, nullptr), params, device);
 }
 

@@ -20,16 +20,19 @@ void check_results(const Tensor& q, const Tensor& out, const Tensor& lse,
                    const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
                    int32_t dtype, int32_t device) {
   const int64_t* sizes = Geometry(q).sizes;
-  const auto is_good = [&](const Tensor& t, int64_t dims, int32_t wanted) {
-    return has_sizes(t, sizes, dims) && dtype_of(t) == wanted && t.is_cuda() &&
-           t.get_device_index() == device;
+  const auto check = [&](const char* name, const Tensor& t, int64_t dims, int32_t wanted) {
+    STD_TORCH_CHECK(has_sizes(t, sizes, dims), name, " must have q's shape",
+                    dims == 4 ? "" : " without the head dim");
+    STD_TORCH_CHECK(dtype_of(t) == wanted, name, " must be ",
+                    dims == 4 ? "of q's dtype" : "float32");
+    STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name,
+                    " must be on q's device");
   };
-  STD_TORCH_CHECK(is_good(out, 4, dtype) && (!dout || is_good(*dout, 4, dtype)),
-                  "out and dout must have the shape, dtype and device of q");
   const int32_t fp32 = aoti_torch_dtype_float32();
-  STD_TORCH_CHECK(
-      is_good(lse, 3, fp32) && (!dlse || is_good(*dlse, 3, fp32)),
-      "softmax_lse and dlse must be float32 on q's device, with q's shape but the last");
+  check("out", out, 4, dtype);
+  if (dout) check("dout", *dout, 4, dtype);
+  check("softmax_lse", lse, 3, fp32);
+  if (dlse) check("dlse", *dlse, 3, fp32);
 }
 
 TensorView<const float*> rows_of(const Tensor& t) {
