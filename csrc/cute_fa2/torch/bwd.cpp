@@ -25,8 +25,7 @@ void check_results(const Tensor& q, const Tensor& out, const Tensor& lse,
                     dims == 4 ? "" : " without the head dim");
     STD_TORCH_CHECK(dtype_of(t) == wanted, name, " must be ",
                     dims == 4 ? "of q's dtype" : "float32");
-    STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name,
-                    " must be on q's device");
+    STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name, " must be on q's device");
   };
   const int32_t fp32 = aoti_torch_dtype_float32();
   check("out", out, 4, dtype);
