@@ -69,7 +69,11 @@ def other_work():
     torch.cuda.synchronize()
 
 
-MASKS = {"full": {}, "causal": {"window_right": 0}, "window": {"window_left": 99, "window_right": 9}}
+MASKS = {
+    "full": {},
+    "causal": {"window_right": 0},
+    "window": {"window_left": 99, "window_right": 9},
+}
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -127,9 +131,7 @@ def test_memory(head_dim, bucket, heads_kv, head_splits):
     """Gradients, 8 bytes a row, and dq in fp32, which is given back. CTAs that share a group have
     a dk and dv each."""
     args = arguments(2, 8, 2048, head_dim, heads_kv=heads_kv)
-    peak, results = peak_memory(
-        lambda: causal_gradients(args, tuning=f"head_splits={head_splits}")
-    )
+    peak, results = peak_memory(lambda: causal_gradients(args, tuning=f"head_splits={head_splits}"))
     rows, rows_kv = 2 * 8 * 2048, 2 * heads_kv * 2048
     gradients = (rows + 2 * rows_kv) * 2 * head_dim
     of_splits = head_splits * 2 * rows_kv * 4 * bucket if head_splits > 1 else 0
