@@ -25,12 +25,14 @@ struct Counters {
   int64_t global_reads;      // of fewer
   int64_t global_writes_16;  // likewise
   int64_t global_writes;
-  int64_t global_reductions;  // likewise: sums of 4 bytes
-  int64_t cta_barriers;       // once for all threads
-  int64_t mma;                // m16n8k16, once a warp
-  int64_t tma_load_bytes;     // from global memory
-  int64_t tma_store_bytes;    // to it, likewise
-  int64_t wgmma;              // once a warp
+  int64_t global_reductions_16;  // likewise, of sums
+  int64_t global_reductions;
+  int64_t cta_barriers;      // once for all threads
+  int64_t mma;               // m16n8k16, once a warp
+  int64_t tma_load_bytes;    // from global memory
+  int64_t tma_store_bytes;   // to it, likewise
+  int64_t tma_reduce_bytes;  // added to sums there
+  int64_t wgmma;             // once a warp
 
   void add(const Counters& other) {
     auto* mine = reinterpret_cast<int64_t*>(this);

@@ -3,11 +3,14 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstdarg>
 #include <cstdio>
 #include <iterator>
 #include <new>
+
+#include "global_memory.h"
 
 namespace flash_cute::emulator {
 
@@ -81,7 +84,7 @@ void Cta::enter(transfer_t from) {
   cta.tma.check_stored(thread);
   thread.done = true;
   cta.warps_[thread.index / 32].runnable &= ~(1u << thread.index % 32);
-  if (--cta.alive_ == 0) cta.tma.check_loaded(cta);
+  if (--cta.alive_ == 0) cta.tma.end(cta);
   cta.switch_from(thread);
 }
 
@@ -236,9 +239,27 @@ void Cta::add_in_turn(Thread& thread, const void* code) {
   }
 }
 
+void Cta::check_sum(const Thread& thread, const void* address, int bytes, const void* code) const {
+  const std::string wrong = launch_.global->reduce(address, bytes);
+  if (wrong.empty()) return;
+  emulator::fail(thread, code, "adds to %d bytes at %p, %s", bytes, address, wrong.c_str());
+}
+
+void Cta::add(Thread& thread, float* sums, std::span<const float> x, const void* code) {
+  const auto bytes = static_cast<int>(x.size_bytes());
+  check_sum(thread, sums, bytes, code);
+  add_in_turn(thread, code);
+  ++(bytes == 16 ? counters.global_reductions_16 : counters.global_reductions);
+  add_to(sums, x);
+}
+
 void Cta::end_turn(Thread& thread, int* counter, const void* code) {
   if (!has_turn_) emulator::fail(thread, code, "passes a turn that its CTA has not waited for");
   for (Thread& other : threads_) {
+    if (tma.adds(other)) {
+      emulator::fail(thread, code, "passes its turn, but thread %d has not waited for its sums",
+                     other.index);
+    }
     if (other.added) {
       emulator::fail(thread, code, "passes its turn, but thread %d has not published its sums",
                      other.index);
@@ -282,6 +303,10 @@ std::string Cta::deadlock() const {
     if (thread->waits_for) text += " (" + mbarriers.describe(*thread) + ")";
   }
   return text;
+}
+
+void add_to(float* sums, std::span<const float> x) {
+  for (float value : x) std::atomic_ref(*sums++).fetch_add(value, std::memory_order_relaxed);
 }
 
 void fail(const Thread& thread, const void* code, const char* format, ...) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -68,6 +69,9 @@ struct Thread {
 [[noreturn]] void fail(const Thread& thread, const void* code, const char* format, ...)
     __attribute__((format(printf, 3, 4)));
 
+// To sums in global memory, to which other CTAs add as well.
+void add_to(float* sums, std::span<const float> x);
+
 // "at <address in the library>", for the Python side to turn into a line of the source.
 std::string place(const void* code);
 
@@ -106,6 +110,8 @@ class Cta {
   // For the running thread: turns of the CTA, and what its threads add in them.
   void begin_turn(Thread& thread, const int* counter, int turn, const void* code);
   void add_in_turn(Thread& thread, const void* code);
+  void add(Thread& thread, float* sums, std::span<const float> x, const void* code);
+  void check_sum(const Thread& thread, const void* address, int bytes, const void* code) const;
   void end_turn(Thread& thread, int* counter, const void* code);
 
   // Clocks have an entry for each thread, and some for TMA.

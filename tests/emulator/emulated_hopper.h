@@ -65,10 +65,25 @@ template <int kGroupsReading>
 EMULATED void tma_store_wait() {
   emulator::tma_store_wait(kGroupsReading);
 }
+
+EMULATED void bulk_load(const void* source, void* target, int bytes, Barrier& arrival) {
+  emulator::bulk_load(source, target, bytes, arrival.state());
+}
+EMULATED void bulk_reduce_add(float* sums, const void* source, int bytes) {
+  emulator::bulk_reduce_add(sums, source, bytes);
+}
+EMULATED void bulk_wait_complete() { emulator::bulk_wait_complete(); }
+EMULATED void reduce_add(float* sums, const float (&x)[4]) {
+  emulator::reduce_add(sums, {x[0], x[1], x[2], x[3]});
+}
 EMULATED void prefetch_tensor_map(const CUtensorMap& map) { emulator::prefetch_tensor_map(&map); }
 
-EMULATED void named_barrier_arrive(int barrier) { emulator::arrive_named(barrier, 2 * kWarpgroup); }
-EMULATED void named_barrier_sync(int barrier) { emulator::sync_named(barrier, 2 * kWarpgroup); }
+EMULATED void named_barrier_arrive(int barrier, int warpgroups = 2) {
+  emulator::arrive_named(barrier, warpgroups * kWarpgroup);
+}
+EMULATED void named_barrier_sync(int barrier, int warpgroups = 2) {
+  emulator::sync_named(barrier, warpgroups * kWarpgroup);
+}
 
 template <int kRegisters>
 EMULATED void register_dealloc() {

@@ -47,11 +47,13 @@ class Counters(ctypes.Structure):
         ("global_reads", ctypes.c_int64),
         ("global_writes_16", ctypes.c_int64),
         ("global_writes", ctypes.c_int64),
+        ("global_reductions_16", ctypes.c_int64),
         ("global_reductions", ctypes.c_int64),
         ("cta_barriers", ctypes.c_int64),
         ("mma", ctypes.c_int64),
         ("tma_load_bytes", ctypes.c_int64),
         ("tma_store_bytes", ctypes.c_int64),
+        ("tma_reduce_bytes", ctypes.c_int64),
         ("wgmma", ctypes.c_int64),
     ]
 
@@ -311,10 +313,9 @@ class Emulator:
     def small(self, program: str, x: Tensor, seed: int = 0) -> tuple[Tensor, Counters]:
         """The output of a program of small_kernels.cpp, and what was counted."""
         out = torch.zeros_like(x)
-        arguments = program.encode(), x.data_ptr(), out.data_ptr(), seed
-        types = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64
-        typed = (to(value) for to, value in zip(types, arguments, strict=True))
-        return out, self._call(self._library.emulate_small, *typed)
+        data = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
+        arguments = program.encode(), len(x), *data, ctypes.c_uint64(seed)
+        return out, self._call(self._library.emulate_small, *arguments)
 
     def _call(self, function: Any, *arguments: Any) -> Counters:
         counters, error = Counters(), ctypes.create_string_buffer(_ERROR_BYTES)

@@ -31,12 +31,6 @@ void write_global(Thread& thread, const void* address, int bytes, const void* co
   ++(bytes == 16 ? counters.global_writes_16 : counters.global_writes);
 }
 
-// A sum or a counter.
-void update_global(Thread& thread, const void* address, const void* code) {
-  const std::string wrong = thread.cta->launch().global->reduce(address, 4);
-  if (!wrong.empty()) fail(thread, code, "adds to 4 bytes at %p, %s", address, wrong.c_str());
-}
-
 }  // namespace
 
 int thread_index() { return running->index; }
@@ -168,20 +162,15 @@ void wait_copies(int groups_in_flight) {
   }
 }
 
-void reduce_add(float* sum, float x) {
-  update_global(*running, sum, CALLER);
-  running->cta->add_in_turn(*running, CALLER);
-  ++running->cta->counters.global_reductions;
-  std::atomic_ref(*sum).fetch_add(x, std::memory_order_relaxed);
-}
+void reduce_add(float* sum, float x) { running->cta->add(*running, sum, {&x, 1}, CALLER); }
 
 int next_number(int* counter) {
-  update_global(*running, counter, CALLER);
+  running->cta->check_sum(*running, counter, 4, CALLER);
   return std::atomic_ref(*counter).fetch_add(1, std::memory_order_relaxed);
 }
 
 void wait_for_turn(const int* counter, int turn) {
-  update_global(*running, counter, CALLER);
+  running->cta->check_sum(*running, counter, 4, CALLER);
   running->cta->begin_turn(*running, counter, turn, CALLER);
 }
 
@@ -191,7 +180,7 @@ void publish() {
 }
 
 void pass_turn(int* counter) {
-  update_global(*running, counter, CALLER);
+  running->cta->check_sum(*running, counter, 4, CALLER);
   running->cta->end_turn(*running, counter, CALLER);
 }
 

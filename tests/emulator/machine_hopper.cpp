@@ -63,6 +63,16 @@ void tma_store_commit() { ++running->tma_store_group; }
 void tma_store_wait(int groups_in_flight) { running->cta->tma.wait(*running, groups_in_flight); }
 void prefetch_tensor_map(const void*) {}
 
+void bulk_load(const void* source, void* target, int bytes, const void* barrier) {
+  running->cta->tma.bulk_load(*running, source, target, bytes, barrier, CALLER);
+}
+void bulk_reduce_add(float* sums, const void* source, int bytes) {
+  running->cta->tma.bulk_reduce_add(*running, sums, source, bytes, CALLER);
+}
+void bulk_wait_complete() { running->cta->tma.wait_complete(*running, CALLER); }
+
+void reduce_add(float* sums, const float (&x)[4]) { running->cta->add(*running, sums, x, CALLER); }
+
 void register_dealloc(int registers) {
   running->cta->warpgroups.register_dealloc(*running, registers, CALLER);
 }

@@ -30,6 +30,16 @@ void tma_store_commit();                    // cp.async.bulk.commit_group
 void tma_store_wait(int groups_in_flight);  // cp.async.bulk.wait_group.read
 void prefetch_tensor_map(const void* map);
 
+// Copies without a map, of `bytes` that lie one behind the other: to shared memory, and as floats
+// that are added to sums in global memory (`reduce_add`). The latter join the stores' groups, and
+// arrive as late as they may: when the thread waits for that, or as the CTA ends.
+void bulk_load(const void* source, void* target, int bytes, const void* barrier);
+void bulk_reduce_add(float* sums, const void* source, int bytes);
+void bulk_wait_complete();  // cp.async.bulk.wait_group 0
+
+// To four neighbouring sums: red.v4.
+void reduce_add(float* sums, const float (&x)[4]);
+
 // setmaxnreg, of a warp's threads.
 void register_dealloc(int registers);
 void register_alloc(int registers);

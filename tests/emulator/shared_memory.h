@@ -54,6 +54,7 @@ class SharedMemory {
   };
   static constexpr AsyncReader kWgmma = {"a wgmma", "multiplies"};
   static constexpr AsyncReader kTmaStore = {"a TMA store", "stores"};
+  static constexpr AsyncReader kTmaReduction = {"a TMA reduction", "adds"};
   // A chunk that is read asynchronously in the name of a warp's threads, in two steps. From its
   // beginning nobody may write it. The warp ends it by waiting for it, at `read`.
   class AsyncRead {

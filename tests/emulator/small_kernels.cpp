@@ -3,6 +3,7 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cstdint>
 #include <cstring>
 #include <sstream>
@@ -17,14 +18,14 @@
 namespace flash_cute::emulator {
 namespace {
 
-constexpr int kThreads = 64, kMaxSteps = 24;
+constexpr int kMaxThreads = 384, kMaxSteps = 24;
 
 using Chunk = unsigned __int128;
 
 struct Shared {
-  Chunk first[kThreads];
-  Chunk second[kThreads];
-  uint32_t words[kThreads][32];
+  Chunk first[kMaxThreads];
+  Chunk second[kMaxThreads];
+  uint32_t words[kMaxThreads][32];
   uint64_t barrier;
 };
 
@@ -39,13 +40,17 @@ struct Me {
 
   // Its place in a box of 8 rows of 128 bytes, whose chunks are permuted.
   int swizzled() const { return thread / 8 * 8 + (thread % 8 ^ thread / 8); }
+  // Its float of `first`.
+  float& number() const { return reinterpret_cast<float*>(s.first)[thread]; }
   // Its warp's part of the input as four matrices of 8 rows; `row` is where this lane's goes.
   void stmatrix(void* row) const;
 };
 
+using Threads = std::bitset<kMaxThreads>;
+
 struct Step {
   void (*run)(Me&, int a, int b);
-  uint64_t who;  // a bit for each thread
+  Threads who;
   int a, b;
 };
 
@@ -53,9 +58,10 @@ struct Step {
 struct Params {
   CUtensorMap map;      // of `in`, as 8 rows of 128 bytes
   CUtensorMap map_out;  // of `out`, likewise
-  const Chunk* in;      // (kThreads)
-  Chunk* out;           // (kThreads)
-  float* sums;          // (kThreads)
+  int threads;
+  const Chunk* in;  // (threads)
+  Chunk* out;       // (threads)
+  float* sums;      // (threads)
   int* counter;
   Step steps[kMaxSteps];
 };
@@ -91,6 +97,8 @@ constexpr struct {
     {"put_word_row", [](Me& me, int, int) { me.s.words[0][me.thread] = 1; }},
     {"put_word_column", [](Me& me, int, int) { me.s.words[me.thread][0] = 1; }},
     {"get", [](Me& me, int flipped_bits, int) { me.x = me.s.first[me.thread ^ flipped_bits]; }},
+    {"get_next",
+     [](Me& me, int next, int) { me.x = me.s.first[(me.thread + next) % me.p.threads]; }},
     {"get_swizzled", [](Me& me, int, int) { me.x = me.s.first[me.swizzled()]; }},
     {"get_beyond",
      [](Me& me, int, int) { me.x = me.s.first[sizeof(Shared) / sizeof(Chunk) + me.thread]; }},
@@ -101,7 +109,7 @@ constexpr struct {
     {"arrive_named", [](Me&, int id, int threads) { arrive_named(id, threads); }},
     {"vote",
      [](Me& me, int who, int) {
-       require(sync_cta_or(me.thread == who) == (who < kThreads), "hears of another vote");
+       require(sync_cta_or(me.thread == who) == (who < me.p.threads), "hears of another vote");
      }},
     {"shuffle", [](Me&, int, int) { shuffle(0, 0); }},
     {"ballot", [](Me&, int, int) { ballot(true); }},
@@ -112,8 +120,16 @@ constexpr struct {
        if (me.thread == 0) *me.p.counter = 0;
      }},
     {"add", [](Me& me, int, int) { reduce_add(&me.p.sums[me.thread / 2], 1.f); }},
+    {"add_4",
+     [](Me& me, int offset, int) {
+       reduce_add(&me.p.sums[me.thread * 4 % me.p.threads + offset], {1.f, 2.f, 3.f, 4.f});
+     }},
     {"expect",
      [](Me& me, int sum, int) { require(me.p.sums[me.thread] == sum, "finds another sum"); }},
+    {"expect_4",
+     [](Me& me, int, int) {
+       require(me.p.sums[me.thread] == 4 * (me.thread % 4 + 1), "finds another sum");
+     }},
     {"count", [](Me& me, int, int) { next_number(me.p.counter); }},
     {"wait_turn", [](Me& me, int turn, int) { wait_for_turn(me.p.counter, turn); }},
     {"publish", [](Me&, int, int) { publish(); }},
@@ -137,6 +153,13 @@ constexpr struct {
     {"arrive", [](Me& me, int bytes, int) { arrive_at_barrier(&me.s.barrier, bytes); }},
     {"wait", [](Me& me, int parity, int) { wait_at_barrier(&me.s.barrier, parity); }},
     {"load", [](Me& me, int, int) { tma_load(&me.p.map, me.s.first, &me.s.barrier, {}); }},
+    {"bulk_load", [](Me& me, int offset,
+                     int bytes) { bulk_load(me.p.in + offset, me.s.first, bytes, &me.s.barrier); }},
+    {"bulk_load_odd",
+     [](Me& me, int offset, int) {
+       const auto* source = reinterpret_cast<const char*>(me.p.in) + offset;
+       bulk_load(source, reinterpret_cast<char*>(me.s.first) + 8 - offset, 16, &me.s.barrier);
+     }},
     {"fence_proxy", [](Me&, int, int) { fence_async_proxy(); }},
     {"store",
      [](Me& me, int row, int) { tma_store(&me.p.map_out, me.s.first, {0, 0, row, 0, 0}); }},
@@ -146,17 +169,27 @@ constexpr struct {
     {"store_odd", [](Me& me, int, int) { tma_store(&me.p.map_out, me.s.first + 1, {}); }},
     {"commit", [](Me&, int, int) { tma_store_commit(); }},
     {"wait_stores", [](Me&, int groups, int) { tma_store_wait(groups); }},
+    {"put_number", [](Me& me, int x, int) { me.number() = static_cast<float>(x); }},
+    {"bulk_add",
+     [](Me& me, int offset, int bytes) {
+       bulk_reduce_add(me.p.sums + offset, me.s.first, bytes ? bytes : 4 * me.p.threads);
+     }},
+    {"wait_complete", [](Me&, int, int) { bulk_wait_complete(); }},
     {"stmatrix", [](Me& me, int, int) { me.stmatrix(&me.s.first[me.thread]); }},
     {"stmatrix_column", [](Me& me, int, int) { me.stmatrix(&me.s.words[me.thread]); }},
     {"dealloc", [](Me&, int registers, int) { register_dealloc(registers); }},
     {"alloc", [](Me&, int registers, int) { register_alloc(registers); }},
 };
 
-// "17:", "not 17:", "w0:" (the first warp), "odd:"; without any, all threads.
-uint64_t threads_of(const std::string& who) {
-  if (who == "odd:") return 0xaaaaaaaaaaaaaaaa;
-  if (who[0] == 'w') return uint64_t{0xffffffff} << 32 * std::stoi(who.substr(1));
-  return uint64_t{1} << std::stoi(who);
+// "17:", "not 17:", "w0:" (the first warp), "g0:" (the first warpgroup), "odd:"; without any, all
+// threads.
+Threads threads_of(const std::string& who) {
+  const int together = who[0] == 'w' ? 32 : who[0] == 'g' ? 128 : 1;
+  Threads threads;
+  for (int i = 0; i < kMaxThreads; ++i) {
+    threads[i] = who == "odd:" ? i % 2 : i / together == std::stoi(who.substr(together > 1));
+  }
+  return threads;
 }
 
 // Steps are separated by semicolons: "who: name a b". Launches are separated by bars.
@@ -167,7 +200,7 @@ void parse(const std::string& program, Step (&steps)[kMaxSteps]) {
     std::istringstream words(line);
     std::string name;
     if (!(words >> name)) continue;
-    step->who = ~uint64_t{0};
+    step->who.set();
     if (name == "not") {
       words >> name;
       step->who = ~threads_of(name);
@@ -204,18 +237,19 @@ CUtensorMap map_of(const void* data) {
 
 // Runs the program, each launch of it on one CTA. Sums and counters are there if it has several.
 extern "C" __attribute__((visibility("default"))) int emulate_small(
-    const char* program, const void* in, void* out, uint64_t seed,
+    const char* program, int threads, const void* in, void* out, uint64_t seed,
     flash_cute::emulator::Counters* counters, char* error, size_t error_bytes) {
   using namespace flash_cute::emulator;
   Session session{.seed = seed, .workers = 1};
-  const int64_t bytes = kThreads * sizeof(Chunk);
+  const int64_t bytes = threads * sizeof(Chunk);
   session.global.add({"in", GlobalMemory::Use::kInput, in, {1, 1, 1}, {}, bytes});
   session.global.add({"out", GlobalMemory::Use::kOutput, out, {1, 1, 1}, {}, bytes});
-  float sums[kThreads];
+  alignas(16) float sums[kMaxThreads];
   int counter;
   const std::string text = program;
   if (text.find('|') != text.npos) {
-    session.global.add({"sums", GlobalMemory::Use::kWorkspace, sums, {1, 1, 1}, {}, sizeof sums});
+    const int64_t sum_bytes = threads * sizeof(float);
+    session.global.add({"sums", GlobalMemory::Use::kWorkspace, sums, {1, 1, 1}, {}, sum_bytes});
     session.global.add(
         {"counter", GlobalMemory::Use::kWorkspace, &counter, {1, 1, 1}, {}, sizeof counter});
   }
@@ -223,17 +257,17 @@ extern "C" __attribute__((visibility("default"))) int emulate_small(
     const auto& p = *static_cast<const Params*>(params);
     Me me{p, *static_cast<Shared*>(shared)};
     for (const Step* step = p.steps; step->run; ++step) {
-      if (step->who >> me.thread & 1) step->run(me, step->a, step->b);
+      if (step->who[me.thread]) step->run(me, step->a, step->b);
     }
   };
   auto launch = [&] {
     std::istringstream launches(text);
     for (std::string steps; std::getline(launches, steps, '|');) {
       Params params{
-          map_of(in), map_of(out), static_cast<const Chunk*>(in), static_cast<Chunk*>(out), sums,
-          &counter,   {}};
+          map_of(in), map_of(out), threads, static_cast<const Chunk*>(in), static_cast<Chunk*>(out),
+          sums,       &counter,    {}};
       parse(steps, params.steps);
-      run_grid(1, kThreads, sizeof(Shared), run, &params, sizeof params);
+      run_grid(1, threads, sizeof(Shared), run, &params, sizeof params);
     }
   };
   return run_session(session, launch, counters, error, error_bytes);

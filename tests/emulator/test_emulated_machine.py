@@ -1,5 +1,6 @@
 """What the emulated machine allows and refuses, and what it counts, by programs of a few steps
-(small_kernels.cpp). 64 threads each have a chunk of 16 bytes of the input and of the output."""
+(small_kernels.cpp). 64 threads, or more, each have a chunk of 16 bytes of the input and of the
+output."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ NO_FENCE = "with no fence.proxy.async ahead"
 STUCK = "every thread waits"
 NOWHERE = "in no row of any tensor"
 STILL_READ = "which a TMA store of warp 0 still reads"
+STILL_ADDED = "which a TMA reduction of warp 0 still reads"
 
 INIT_1 = "0: init 1; 0: fence_init; sync; "
 INIT_ALL = "0: init 64; 0: fence_init; sync; "
@@ -24,8 +26,12 @@ TWO_STORES = (
     "0: store 4; 0: commit; 0: store_second -4; 0: commit; 0: wait_stores 1; "
 )
 
+BULK_LOAD = "0: arrive 1024; 0: bulk_load 0 1024; "
+
 ZERO = "in; out; zero | "
 IN_TURN = "0: wait_turn 0; sync; add; publish; sync; 0: pass_turn; sync; "
+BULK_ADD = "put_number 3; fence_proxy; sync; 0: bulk_add; 0: commit; "
+BULK_IN_TURN = "put_number 3; fence_proxy; sync; 0: wait_turn 0; 0: bulk_add; 0: commit; "
 
 #: Programs, and whose input a thread puts out: that of its own index with some bits flipped.
 ALLOWED = {
@@ -44,6 +50,7 @@ ALLOWED = {
     "copy; copy_second; wait_copies 1; get; out": 0,
     # TMA.
     INIT_1 + LOAD + "wait 0; get_swizzled; out": 0,
+    INIT_1 + BULK_LOAD + "wait 0; get 32; out": 32,
     STORE + "0: wait_stores": 0,
     STORE + "0: wait_stores; sync; put_swizzled": 0,
     "in; put_swizzled; fence_proxy; sync; 0: store 4; 0: store -4; 0: commit; 0: wait_stores": 32,
@@ -55,6 +62,16 @@ ALLOWED = {
     ZERO + "add; add | w1: expect 0": 0,
     ZERO + IN_TURN + "0: wait_turn 1; sync; add | w1: expect 0": 0,
     ZERO + "count; 0: wait_turn 64": 0,
+    ZERO + "add_4 | expect_4": 0,
+    ZERO + "0: wait_turn 0; sync; add_4; publish; sync; 0: pass_turn | expect_4": 0,
+    # By TMA. They arrive when that has been waited for, or as the CTA ends.
+    ZERO + BULK_ADD + "0: wait_complete | expect 3": 0,
+    ZERO + BULK_ADD + "0: bulk_add; 0: commit; 0: wait_complete; sync; put_number 4 | expect 6": 0,
+    ZERO + BULK_ADD + "0: wait_stores; sync; put_number 4 | expect 3": 0,
+    ZERO + "put_number 3; fence_proxy; sync; odd: bulk_add; odd: commit; odd: wait_stores; "
+    "sync; put_number 4; fence_proxy; sync; 9: bulk_add; 9: commit; 9: wait_complete "
+    "| expect 100": 0,
+    ZERO + BULK_IN_TURN + "0: wait_complete; 0: publish; 0: pass_turn | expect 3": 0,
 }
 REFUSED = {
     # Races.
@@ -97,6 +114,17 @@ REFUSED = {
     INIT_1 + LOAD + "sync; get_swizzled; out": f"{RACE}|{UNFINISHED}",
     INIT_1 + "in; put; out; " + LOAD + "wait 0": RACE,
     "0: init 1; sync; " + LOAD: "to TMA, with no fence",
+    # Without a map.
+    INIT_1 + BULK_LOAD + "sync; get; out": f"{RACE}|{UNFINISHED}",
+    INIT_1 + BULK_LOAD + "not 9: wait 0; get; out": f"{RACE}|{UNFINISHED}|{UNWRITTEN}",
+    INIT_1 + "in; put; out; " + BULK_LOAD + "wait 0": RACE,
+    INIT_1 + "in; out; " + BULK_LOAD + "0: put; wait 0": UNFINISHED,
+    INIT_1 + "in; out; 0: arrive 1024; 0: bulk_load 0 1008; wait 0": "lacks .* and 16 bytes",
+    INIT_1 + "0: arrive 1024; 0: bulk_load 1 1024": NOWHERE,
+    INIT_1 + "0: arrive 16; 0: bulk_load_odd 8": "copies 16 bytes from .* not aligned",
+    INIT_1 + "0: arrive 16; 0: bulk_load_odd 0": "not whole chunks of shared memory",
+    INIT_1 + "0: arrive 1024; 0: bulk_load 0 1016": "not whole chunks of shared memory",
+    "0: init 1; sync; " + BULK_LOAD: "to TMA, with no fence",
     # TMA stores.
     "in; put_swizzled; sync; 0: store; 0: commit; 0: wait_stores": NO_FENCE,
     "in; put_swizzled; sync; fence_proxy; 0: store; 0: commit; 0: wait_stores": NO_FENCE,
@@ -129,6 +157,41 @@ REFUSED = {
         "has not published its sums|with no barrier in between|adds to a sum after its CTA's turn"
     ),
     ZERO + IN_TURN + "add": "adds to a sum after its CTA's turn",
+    ZERO + "0: add_4 1": "adds to 16 bytes at .* not aligned",
+    ZERO + "63: add_4 4": NOWHERE,
+    "in; out | 0: add_4; zero": "adds to 16 bytes at .* which no launch before has written",
+    ZERO + IN_TURN + "add_4": "adds to a sum after its CTA's turn",
+    # By TMA.
+    ZERO + "put_number 3; sync; 0: bulk_add; 0: commit; 0: wait_stores": NO_FENCE,
+    ZERO + "put_number 3; sync; fence_proxy; 0: bulk_add; 0: commit; 0: wait_stores": NO_FENCE,
+    ZERO + "put_number 3; fence_proxy; 0: bulk_add; 0: commit; 0: wait_stores": (
+        f"{RACE}|{UNWRITTEN}"
+    ),
+    ZERO + "0: bulk_add; 0: commit; 0: wait_stores": UNWRITTEN,
+    ZERO + BULK_ADD + "0: put_number 4": STILL_ADDED,
+    ZERO + BULK_ADD + "sync; 0: wait_stores; 9: put_number 4": (
+        f"which a TMA reduction of warp 0 (still reads|has read .* {RACE})"
+    ),
+    ZERO + BULK_ADD + "0: bulk_add; 0: commit; 0: wait_stores 1; 0: put_number 4": STILL_ADDED,
+    ZERO + BULK_ADD: "ends without having waited for its TMA reduction",
+    ZERO + "put_number 3; fence_proxy; sync; 0: bulk_add; 0: wait_complete": (
+        "ends without having committed its TMA reduction"
+    ),
+    ZERO + BULK_ADD + "sync; w0: expect 3": "to which this launch adds",
+    ZERO + "w0: expect 0; " + BULK_ADD: "adds .* which this launch reads",
+    "in; out | 1: put_number 3; " + BULK_ADD: "adds .* which no launch before has written",
+    ZERO + "put_number 3; fence_proxy; sync; 0: bulk_add 4": NOWHERE,
+    ZERO + "put_number 3; fence_proxy; sync; 0: bulk_add 1 16": "adds .* not aligned",
+    ZERO + "put_number 3; fence_proxy; sync; 0: bulk_add 0 24": "adds 24 bytes .* not whole chunks",
+    # Whoever has not waited for its sums to arrive has nothing to publish.
+    ZERO + BULK_IN_TURN + "0: publish; 0: pass_turn": "has not waited for its sums",
+    ZERO + BULK_IN_TURN + "0: wait_stores; 0: publish; 0: pass_turn": "has not waited for its sums",
+    ZERO + BULK_IN_TURN + "0: wait_complete; 0: pass_turn": "has not published its sums",
+    ZERO + BULK_IN_TURN + "0: publish; 0: wait_complete; 0: pass_turn": (
+        "has not published its sums"
+    ),
+    ZERO + BULK_ADD + "0: wait_turn 0": "begins a turn after thread 0 has added",
+    ZERO + IN_TURN + BULK_ADD: "adds to a sum after its CTA's turn",
 }
 SEEDS = pytest.mark.parametrize("seed", range(5))
 
@@ -138,8 +201,8 @@ def machine(library) -> Emulator:
     return Emulator(library)
 
 
-def some_input() -> torch.Tensor:
-    return torch.arange(64 * 8, dtype=torch.int16).view(64, 8)
+def some_input(threads: int = 64) -> torch.Tensor:
+    return torch.arange(threads * 8, dtype=torch.int16).view(threads, 8)
 
 
 @SEEDS
@@ -184,3 +247,25 @@ def test_bytes_of_tma(machine):
     _, store = machine.small(STORE + "0: wait_stores", some_input())
     assert (load.tma_load_bytes, load.tma_store_bytes) == (1024, 0)
     assert (store.tma_load_bytes, store.tma_store_bytes) == (0, 1024)
+
+
+@SEEDS
+def test_three_warpgroups_meet(machine, seed):
+    x = some_input(384)
+    out, _ = machine.small("in; put; sync_named 1 384; get_next 128; out", x, seed)
+    assert torch.equal(out, x.roll(-128, 0))
+    # Two go on at once; the third waits for them.
+    program = "in; out; put; g0: arrive_named 1 384; g1: arrive_named 1 384; g2: sync_named 1 384; "
+    machine.small(program + "g2: get_next 128; g2: get_next 256", x, seed)
+    with pytest.raises(EmulationError, match=f"{RACE}|{UNWRITTEN}"):
+        machine.small(program + "g0: get_next 256", x, seed)
+    with pytest.raises(EmulationError, match=STUCK):
+        machine.small("in; out; not g1: sync_named 1 384", x, seed)
+
+
+def test_counts_of_bulk_copies(machine):
+    _, load = machine.small(INIT_1 + BULK_LOAD + "wait 0; get; out", some_input())
+    assert (load.tma_load_bytes, load.global_reads_16) == (1024, 0)
+    _, add = machine.small(ZERO + BULK_ADD + "0: wait_complete; add_4; add", some_input())
+    assert (add.tma_reduce_bytes, add.tma_store_bytes) == (256, 0)
+    assert (add.global_reductions_16, add.global_reductions) == (64, 64)

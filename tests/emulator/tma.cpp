@@ -46,6 +46,7 @@ void Tma::reset() {
   loads_.clear();
   stores_.clear();
   unread_ = 0;
+  additions_.clear();
 }
 
 Tma::Box Tma::box_at(Thread& thread, const char* verb, const void* map, const void* shared,
@@ -67,21 +68,50 @@ Tma::Box Tma::box_at(Thread& thread, const char* verb, const void* map, const vo
   return box;
 }
 
+// Its rows are the chunks, one behind the other: nothing is permuted.
+Tma::Box Tma::flat_box(Thread& thread, const char* verb, const void* global, const void* shared,
+                       int bytes, const void* code) {
+  constexpr int kChunk = SharedMemory::kChunk;
+  const SharedMemory& memory = thread.cta->shared;
+  if (!memory.contains(shared) || memory.offset_of(shared) % kChunk != 0 || bytes <= 0 ||
+      bytes % kChunk != 0 || bytes > SharedMemory::kMaxBytes) {
+    fail(thread, code, "%s %d bytes at %p, which are not whole chunks of shared memory", verb,
+         bytes, shared);
+  }
+  const auto chunks = static_cast<uint32_t>(bytes / kChunk);
+  constexpr int kElements = kChunk / TensorMap::kElementBytes;
+  const TensorMap map = {.mark = TensorMap::kMark,
+                         .data = static_cast<const unsigned char*>(global),
+                         .strides = {TensorMap::kElementBytes, kChunk},
+                         .sizes = {kElements, chunks, 1, 1, 1},
+                         .box = {kElements, static_cast<int16_t>(chunks), 1, 1, 1},
+                         .row_bytes = kChunk};
+  return {map, {}, memory.offset_of(shared), code};
+}
+
 void Tma::load(Thread& thread, const void* map, void* target, const void* barrier,
                const Coordinates& coordinates, const void* code) {
+  begin_load(thread, box_at(thread, "copies to", map, target, coordinates, code), barrier);
+}
+
+void Tma::bulk_load(Thread& thread, const void* source, void* target, int bytes,
+                    const void* barrier, const void* code) {
+  begin_load(thread, flat_box(thread, "copies to", source, target, bytes, code), barrier);
+}
+
+void Tma::begin_load(Thread& thread, const Box& box, const void* barrier) {
   Cta& cta = *thread.cta;
-  const Load load{box_at(thread, "copies to", map, target, coordinates, code),
-                  &cta.mbarriers.find_published(thread, barrier, code)};
-  load.box.for_each_row([&](int offset, const unsigned char* address, int bytes) {
-    for (int i = 0; i < load.box.map.row_bytes; i += SharedMemory::kChunk) {
-      cta.shared.begin_copy(thread, static_cast<char*>(target) + offset + i, SharedMemory::kChunk,
-                            code);
+  const Load load{box, &cta.mbarriers.find_published(thread, barrier, box.code)};
+  box.for_each_row([&](int offset, const unsigned char* address, int bytes) {
+    for (int i = 0; i < box.map.row_bytes; i += SharedMemory::kChunk) {
+      cta.shared.begin_copy(thread, cta.shared.data() + box.offset + offset + i,
+                            SharedMemory::kChunk, box.code);
     }
     if (!address) return;
-    const std::string wrong = cta.launch().global->read(address, bytes, 16);
+    const std::string wrong = cta.launch().global->read(address, bytes, SharedMemory::kChunk);
     if (!wrong.empty()) {
-      fail(thread, code, "copies %d bytes from %p, %s", bytes, static_cast<const void*>(address),
-           wrong.c_str());
+      fail(thread, box.code, "copies %d bytes from %p, %s", bytes,
+           static_cast<const void*>(address), wrong.c_str());
     }
     cta.counters.tma_load_bytes += bytes;
   });
@@ -101,15 +131,30 @@ void Tma::land(Cta& cta, const Load& load) {
 
 void Tma::store(Thread& thread, const void* map, const void* source, const Coordinates& coordinates,
                 const void* code) {
+  begin_store(thread, box_at(thread, "stores from", map, source, coordinates, code), false);
+}
+
+void Tma::bulk_reduce_add(Thread& thread, float* sums, const void* source, int bytes,
+                          const void* code) {
+  const Box box = flat_box(thread, "adds", sums, source, bytes, code);
+  thread.cta->add_in_turn(thread, code);
+  begin_store(thread, box, true);
+}
+
+void Tma::begin_store(Thread& thread, const Box& box, bool adds) {
   Cta& cta = *thread.cta;
-  const Store store{box_at(thread, "stores from", map, source, coordinates, code), &thread,
-                    thread.tma_store_group, false};
+  const Store store{box, adds, &thread, thread.tma_store_group, false};
   begin_read(cta, store);
-  store.box.for_each_row([&](int, const unsigned char* address, int bytes) {
+  box.for_each_row([&](int, const unsigned char* address, int bytes) {
     if (!address) return;
+    if (adds) {
+      cta.check_sum(thread, address, bytes, box.code);
+      cta.counters.tma_reduce_bytes += bytes;
+      return;
+    }
     const std::string wrong = cta.launch().global->write(address, bytes, SharedMemory::kChunk);
     if (!wrong.empty()) {
-      fail(thread, code, "stores %d bytes at %p, %s", bytes, static_cast<const void*>(address),
+      fail(thread, box.code, "stores %d bytes at %p, %s", bytes, static_cast<const void*>(address),
            wrong.c_str());
     }
     cta.counters.tma_store_bytes += bytes;
@@ -120,19 +165,25 @@ void Tma::store(Thread& thread, const void* map, const void* source, const Coord
 }
 
 void Tma::begin_read(Cta& cta, const Store& store) {
-  SharedMemory::AsyncRead read(cta.shared, SharedMemory::kTmaStore, {store.thread, 1},
-                               store.box.code);
+  const auto& reader = store.adds ? SharedMemory::kTmaReduction : SharedMemory::kTmaStore;
+  SharedMemory::AsyncRead read(cta.shared, reader, {store.thread, 1}, store.box.code);
   store.box.for_each_chunk([&](uint32_t offset, const unsigned char*, int) { read.begin(offset); });
 }
 
 void Tma::read(Cta& cta, Store& store) {
+  store.has_read = true;
+  --unread_;
+  // A tensor that is stored is one that may be written.
+  if (store.adds) {
+    const auto* x = reinterpret_cast<const float*>(cta.shared.data() + store.box.offset);
+    auto* sums = reinterpret_cast<float*>(const_cast<unsigned char*>(store.box.map.data));
+    additions_.push_back({store.thread, store.group, sums, {x, x + store.box.bytes() / 4}});
+    return;
+  }
   store.box.for_each_chunk([&](uint32_t offset, const unsigned char* address, int bytes) {
-    // A tensor that is stored is one that may be written.
     if (address)
       std::memcpy(const_cast<unsigned char*>(address), cta.shared.data() + offset, bytes);
   });
-  store.has_read = true;
-  --unread_;
 }
 
 void Tma::wait(Thread& thread, int groups_in_flight) {
@@ -156,11 +207,31 @@ void Tma::wait(Thread& thread, int groups_in_flight) {
   }
 }
 
+void Tma::wait_complete(Thread& thread, const void* code) {
+  wait(thread, 0);
+  auto is_waited_for = [&](const Addition& addition) {
+    return addition.thread == &thread && addition.group < thread.tma_store_group;
+  };
+  for (const Addition& addition : additions_) {
+    if (!is_waited_for(addition)) continue;
+    thread.cta->add_in_turn(thread, code);  // it is now that there is something to publish
+    add_to(addition.sums, addition.x);
+  }
+  std::erase_if(additions_, is_waited_for);
+}
+
+bool Tma::adds(const Thread& thread) const {
+  auto is_its = [&](const auto& other) { return other.thread == &thread; };
+  return std::ranges::any_of(additions_, is_its) ||
+         std::ranges::any_of(stores_, [&](const Store& s) { return s.adds && is_its(s); });
+}
+
 void Tma::check_stored(const Thread& thread) const {
   for (const Store& store : stores_) {
     if (store.thread != &thread) continue;
-    fail(thread, store.box.code, "ends without having %s its TMA store",
-         store.group == thread.tma_store_group ? "committed" : "waited for");
+    fail(thread, store.box.code, "ends without having %s its TMA %s",
+         store.group == thread.tma_store_group ? "committed" : "waited for",
+         store.adds ? "reduction" : "store");
   }
 }
 
@@ -178,10 +249,12 @@ void Tma::happen(Cta& cta, uint32_t dice) {
   }
 }
 
-void Tma::check_loaded(Cta& cta) const {
-  if (loads_.empty()) return;
-  cta.fail("CTA " + std::to_string(cta.index()) +
-           " ends while a TMA load is under way that began " + place(loads_.front().box.code));
+void Tma::end(Cta& cta) {
+  if (!loads_.empty()) {
+    cta.fail("CTA " + std::to_string(cta.index()) +
+             " ends while a TMA load is under way that began " + place(loads_.front().box.code));
+  }
+  for (const Addition& addition : additions_) add_to(addition.sums, addition.x);
 }
 
 namespace {

@@ -1,4 +1,5 @@
-// TMA: copies boxes of tensors to shared memory, and from there.
+// TMA: copies boxes of tensors, and bytes that lie one behind the other, to shared memory, and from
+// there.
 #pragma once
 
 #include <array>
@@ -47,11 +48,17 @@ class Tma {
             const Coordinates& coordinates, const void* code);
   void store(Thread& thread, const void* map, const void* source, const Coordinates& coordinates,
              const void* code);
+  void bulk_load(Thread& thread, const void* source, void* target, int bytes, const void* barrier,
+                 const void* code);
+  void bulk_reduce_add(Thread& thread, float* sums, const void* source, int bytes,
+                       const void* code);
   void wait(Thread& thread, int groups_in_flight);
+  void wait_complete(Thread& thread, const void* code);
   void check_stored(const Thread& thread) const;  // at its end
 
-  void happen(Cta& cta, uint32_t dice);  // one of those under way
-  void check_loaded(Cta& cta) const;
+  bool adds(const Thread& thread) const;  // it has not waited for all that it adds
+  void happen(Cta& cta, uint32_t dice);   // one of those under way
+  void end(Cta& cta);
 
  private:
   struct Box {
@@ -75,12 +82,24 @@ class Tma {
   };
   struct Store {
     Box box;
+    bool adds;
     const Thread* thread;
     int64_t group;
-    bool has_read;  // shared memory, and written
+    bool has_read;  // shared memory, and written unless it adds
+  };
+  // What has been read, and will be added when the thread waits for that, or as the CTA ends.
+  struct Addition {
+    const Thread* thread;
+    int64_t group;
+    float* sums;
+    std::vector<float> x;
   };
   static Box box_at(Thread& thread, const char* verb, const void* map, const void* shared,
                     const Coordinates& coordinates, const void* code);
+  static Box flat_box(Thread& thread, const char* verb, const void* global, const void* shared,
+                      int bytes, const void* code);
+  void begin_load(Thread& thread, const Box& box, const void* barrier);
+  void begin_store(Thread& thread, const Box& box, bool adds);
   static void land(Cta& cta, const Load& load);
   static void begin_read(Cta& cta, const Store& store);
   void read(Cta& cta, Store& store);
@@ -88,6 +107,7 @@ class Tma {
   std::vector<Load> loads_;    // under way
   std::vector<Store> stores_;  // that have not been waited for
   int unread_ = 0;             // of them
+  std::vector<Addition> additions_;
 };
 
 }  // namespace flash_cute::emulator
