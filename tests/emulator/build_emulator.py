@@ -163,7 +163,7 @@ def write_ninja(library: Library) -> str:
 
 
 def has_kernels(source: Path) -> bool:
-    return source.suffix == ".cu" or source.name == "small_kernels.cpp"
+    return source.suffix == ".cu" or source.name.startswith("small_")
 
 
 def build(library: Library) -> Path:

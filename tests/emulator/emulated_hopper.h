@@ -94,18 +94,19 @@ EMULATED void register_alloc() {
   emulator::register_alloc(kRegisters);
 }
 
-template <class Element, int kColumns_, bool kFromRegisters_>
+template <class Element, int kColumns, bool kFromRegisters, cute::SM90::GMMA::Major kMajorA,
+          cute::SM90::GMMA::Major kMajorB>
 struct EmulatedWgmma {
-  static constexpr int kColumns = kColumns_;
-  static constexpr bool kFromRegisters = kFromRegisters_;
   static constexpr auto kType = std::is_same_v<Element, cutlass::half_t>
                                     ? emulator::Operand::kHalf
                                     : emulator::Operand::kBFloat16;
 };
+template <class Element, int kColumns, cute::SM90::GMMA::Major kMajorA = cute::SM90::GMMA::Major::K,
+          cute::SM90::GMMA::Major kMajorB = cute::SM90::GMMA::Major::K>
+using MmaSS = EmulatedWgmma<Element, kColumns, false, kMajorA, kMajorB>;
 template <class Element, int kColumns>
-using MmaSS = EmulatedWgmma<Element, kColumns, false>;
-template <class Element, int kColumns>
-using MmaRS = EmulatedWgmma<Element, kColumns, true>;
+using MmaRS =
+    EmulatedWgmma<Element, kColumns, true, cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
 
 EMULATED void wgmma_fence() { emulator::wgmma_fence(); }
 EMULATED void wgmma_commit() { emulator::wgmma_commit(); }
@@ -119,14 +120,15 @@ EMULATED void wgmma_wait() {
 namespace cute {
 
 // The fragments are those of CuTe's own traits: descriptors of shared memory, accumulators.
-template <class Element, int kColumns, bool kFromRegisters>
-struct MMA_Traits<flash_cute::sm90::hopper::EmulatedWgmma<Element, kColumns, kFromRegisters>> {
-  static constexpr auto kMajorB = kFromRegisters ? GMMA::Major::MN : GMMA::Major::K;
+template <class Element, int kColumns, bool kFromRegisters, GMMA::Major kMajorA,
+          GMMA::Major kMajorB>
+struct MMA_Traits<
+    flash_cute::sm90::hopper::EmulatedWgmma<Element, kColumns, kFromRegisters, kMajorA, kMajorB>> {
   using ValTypeD = float;
   using ValTypeA = Element;
   using ValTypeB = Element;
   using ValTypeC = float;
-  using FrgTypeA = std::conditional_t<kFromRegisters, Element, GMMA::smem_desc<GMMA::Major::K>>;
+  using FrgTypeA = std::conditional_t<kFromRegisters, Element, GMMA::smem_desc<kMajorA>>;
   using FrgTypeB = GMMA::smem_desc<kMajorB>;
   using Shape_MNK = Shape<_64, Int<kColumns>, _16>;
   using ThrID = Layout<_128>;
@@ -137,22 +139,23 @@ struct MMA_Traits<flash_cute::sm90::hopper::EmulatedWgmma<Element, kColumns, kFr
   GMMA::ScaleOut accumulate_ = GMMA::ScaleOut::One;
 };
 
-template <class Element, int kColumns, bool kFromRegisters, class TD, class DLayout, class TA,
-          class ALayout, class TB, class BLayout, class TC, class CLayout>
-EMULATED void mma_unpack(
-    const MMA_Traits<flash_cute::sm90::hopper::EmulatedWgmma<Element, kColumns, kFromRegisters>>&
-        traits,
-    Tensor<TD, DLayout>& d, const Tensor<TA, ALayout>& a, const Tensor<TB, BLayout>& b,
-    const Tensor<TC, CLayout>& c) {
+template <class Element, int kColumns, bool kFromRegisters, GMMA::Major kMajorA,
+          GMMA::Major kMajorB, class TD, class DLayout, class TA, class ALayout, class TB,
+          class BLayout, class TC, class CLayout>
+EMULATED void mma_unpack(const MMA_Traits<flash_cute::sm90::hopper::EmulatedWgmma<
+                             Element, kColumns, kFromRegisters, kMajorA, kMajorB>>& traits,
+                         Tensor<TD, DLayout>& d, const Tensor<TA, ALayout>& a,
+                         const Tensor<TB, BLayout>& b, const Tensor<TC, CLayout>& c) {
   using namespace flash_cute;
-  using Op = sm90::hopper::EmulatedWgmma<Element, kColumns, kFromRegisters>;
+  using Op = sm90::hopper::EmulatedWgmma<Element, kColumns, kFromRegisters, kMajorA, kMajorB>;
   // The machine takes registers as they lie one after the other.
   static_assert(std::is_same_v<decltype(coalesce(DLayout{})), Layout<Int<kColumns / 2>, _1>>);
   static_assert(size(BLayout{}) == 1);
   emulator::Wgmma wgmma{.type = Op::kType,
                         .columns = kColumns,
                         .add = traits.accumulate_ == GMMA::ScaleOut::One,
-                        .b_transposed = kFromRegisters,
+                        .a_transposed = kMajorA == GMMA::Major::MN,
+                        .b_transposed = kMajorB == GMMA::Major::MN,
                         .a = 0,
                         .b = uint64_t(b(0)),
                         .a_registers = nullptr,

@@ -106,6 +106,16 @@ class _Backward(_Call):
     ]
 
 
+class _Product(ctypes.Structure):
+    """As in small_products.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "b", "d")),
+        *((name, ctypes.c_int32) for name in ("size", "a_is_mn", "b_is_mn", "narrow", "depth")),
+        *((name, ctypes.c_int32) for name in ("shift", "is_fenced", "overwritten", "row", "k")),
+    ]
+
+
 def _readable_rows(x: Tensor) -> Tensor:
     """As in torch_binding.cpp: x, or a copy with rows of whole 16-byte chunks."""
     strides = [s if size > 1 else 0 for s, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
@@ -317,6 +327,29 @@ class Emulator:
         arguments = program.encode(), len(x), *data, ctypes.c_uint64(seed)
         return out, self._call(self._library.emulate_small, *arguments)
 
+    def product(
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_is_mn: bool = False,
+        b_is_mn: bool = False,
+        *,
+        seed: int = 0,
+        **options: int,
+    ) -> tuple[Tensor, Counters]:
+        """A B^T by wgmma (small_products.cpp), of (64 or 128, 64), and what was counted."""
+        d = torch.full((len(a), len(b)), math.nan)
+        defaults = {"depth": a.shape[1], "is_fenced": 1, "overwritten": -1}
+        product = _Product(
+            *(x.data_ptr() for x in (a, b, d)),
+            size=len(a) // 128,
+            a_is_mn=a_is_mn,
+            b_is_mn=b_is_mn,
+            **{**defaults, **options},
+        )
+        arguments = ctypes.byref(product), ctypes.c_uint64(seed)
+        return d, self._call(self._library.emulate_product, *arguments)
+
     def _call(self, function: Any, *arguments: Any) -> Counters:
         counters, error = Counters(), ctypes.create_string_buffer(_ERROR_BYTES)
         size = ctypes.c_size_t(_ERROR_BYTES)
@@ -337,7 +370,7 @@ def _place(library: Path, address: str) -> str:
     except OSError:
         lines = []  # no binutils here
     for line in lines:  # from the innermost inlined function outwards
-        found = re.search(r"(?:/cute_fa2/(?!.*variants/)|/(?=small_kernels))([\w/.]+:\d+)", line)
+        found = re.search(r"(?:/cute_fa2/(?!.*variants/)|/(?=small_))([\w/.]+:\d+)", line)
         if found:
             return found[1]
     return address

@@ -44,13 +44,14 @@ void reduce_add(float* sums, const float (&x)[4]);
 void register_dealloc(int registers);
 void register_alloc(int registers);
 
-// wgmma, m64nNk16, of a warp's 16 rows: D = A B^T, added to what is there or not. B is (columns,
-// k), or lies as (k, columns). Operands in shared memory are descriptors as the hardware reads
-// them.
+// wgmma, m64nNk16, of a warp's 16 rows: D = A B^T, added to what is there or not. A is (rows, k), B
+// (columns, k); transposed, they lie as (k, rows) and (k, columns). Operands in shared memory are
+// descriptors as the hardware reads them.
 struct Wgmma {
   Operand type;
   int columns;
   bool add;
+  bool a_transposed;
   bool b_transposed;
   uint64_t a;
   uint64_t b;

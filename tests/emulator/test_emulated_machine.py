@@ -1,6 +1,6 @@
 """What the emulated machine allows and refuses, and what it counts, by programs of a few steps
 (small_kernels.cpp). 64 threads, or more, each have a chunk of 16 bytes of the input and of the
-output."""
+output. Matrix products are kernels of their own (small_products.cpp)."""
 
 from __future__ import annotations
 
@@ -269,3 +269,52 @@ def test_counts_of_bulk_copies(machine):
     _, add = machine.small(ZERO + BULK_ADD + "0: wait_complete; add_4; add", some_input())
     assert (add.tma_reduce_bytes, add.tma_store_bytes) == (256, 0)
     assert (add.global_reductions_16, add.global_reductions) == (64, 64)
+
+
+def operands(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of which fp32 has the exact products."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-8, 9, (rows, 64), generator=generator).half() for _ in range(2))
+    return a, b
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("b_is_mn", [False, True])
+@pytest.mark.parametrize("a_is_mn", [False, True])
+@pytest.mark.parametrize("rows", [64, 128])
+class TestProducts:
+    """Of operands that lie along k or along their rows, in strips of 64 elements or 32."""
+
+    def test_result(self, machine, rows, a_is_mn, b_is_mn, narrow):
+        a, b = operands(rows)
+        for depth in (16, 64):
+            d, counters = machine.product(a, b, a_is_mn, b_is_mn, narrow=narrow, depth=depth)
+            assert torch.equal(d, a[:, :depth].float() @ b[:, :depth].float().T)
+            assert counters.wgmma == 4 * rows // 64 * depth // 16
+
+    def test_what_is_read(self, machine, rows, a_is_mn, b_is_mn, narrow):
+        """Each element, by the warps that multiply it, and no other."""
+        a, b = operands(rows)
+
+        def overwrite(operand: int, row: int, k: int) -> torch.Tensor:
+            place = {"overwritten": operand, "row": row, "k": k, "narrow": narrow, "depth": 32}
+            return machine.product(a, b, a_is_mn, b_is_mn, **place)[0]
+
+        for row in range(3, rows, 8):
+            k = row % 32
+            with pytest.raises(EmulationError, match=f"wgmma of warp {row % 64 // 16} still reads"):
+                overwrite(0, row, k)
+            with pytest.raises(EmulationError, match="wgmma of warp 0 still reads"):
+                overwrite(1, row, k)
+            for operand in (0, 1):
+                d = overwrite(operand, row, 32 + k)
+                assert torch.equal(d, a[:, :32].float() @ b[:, :32].float().T)
+
+    def test_fence(self, machine, rows, a_is_mn, b_is_mn, narrow):
+        with pytest.raises(EmulationError, match=NO_FENCE):
+            machine.product(*operands(rows), a_is_mn, b_is_mn, narrow=narrow, is_fenced=0)
+
+    def test_operands_that_the_pattern_does_not_fit(self, machine, rows, a_is_mn, b_is_mn, narrow):
+        for shift in (8, 64) if narrow else (8, 64, 256):
+            with pytest.raises(EmulationError, match="layout that is not emulated"):
+                machine.product(*operands(rows), a_is_mn, b_is_mn, narrow=narrow, shift=shift)

@@ -10,6 +10,7 @@ namespace flash_cute::emulator {
 namespace {
 
 constexpr int kRows = 16;  // of a warp
+constexpr int kWarpgroupRows = 4 * kRows;
 constexpr int kDepth = 16;
 constexpr int kMaxColumns = 256;
 constexpr int kElementsOfChunk = SharedMemory::kChunk / 2;
@@ -28,19 +29,39 @@ class Operands {
                 : layout_type(descriptor) == 3 ? 2
                                                : 0) {}
 
-  bool is_emulated() const { return chunks_ != 0 && base_offset_ == 0; }
+  // Of (rows, k), or transposed (k, rows). The first row of the pattern is the operand's first as
+  // well. It may begin within that if it also ends there.
+  bool is_emulated(bool transposed, int rows) const {
+    if (chunks_ == 0 || base_offset_ != 0) return false;
+    const uint32_t first = start_ % (8 * pitch()) / SharedMemory::kChunk;
+    const uint32_t wanted = (transposed ? rows : kDepth) / kElementsOfChunk;
+    return first == 0 || first + wanted <= chunks_;
+  }
 
+  // Runs f(offset, row, k) on each chunk of some of the rows: with its first element, from which on
+  // they lie along k, or transposed along the rows.
+  template <class F>
+  void for_each_chunk(bool transposed, int first_row, int rows, F&& f) const {
+    const int along_rows = transposed ? kElementsOfChunk : 1;
+    const int along_k = transposed ? 1 : kElementsOfChunk;
+    for (int row = first_row; row < first_row + rows; row += along_rows) {
+      for (int k = 0; k < kDepth; k += along_k) {
+        f(transposed ? of_depth(k, row / along_rows) : of_row(row, k / along_k), row, k);
+      }
+    }
+  }
+
+ private:
   // Of (rows, k), k contiguous: chunk 0 or 1 of 8 elements along k.
   uint32_t of_row(int row, int chunk) const {
     return permuted(start_ + row / 8 * stride_ + row % 8 * pitch() + chunk * SharedMemory::kChunk);
   }
-  // Of (k, columns), columns contiguous: 8 elements along them.
+  // Of (k, rows), rows contiguous: 8 elements along them.
   uint32_t of_depth(int k, int chunk) const {
     return permuted(start_ + k / 8 * stride_ + k % 8 * pitch() + chunk / chunks_ * leading_ +
                     chunk % chunks_ * SharedMemory::kChunk);
   }
 
- private:
   static int layout_type(uint64_t descriptor) { return static_cast<int>(descriptor >> 62); }
   uint32_t pitch() const { return chunks_ * SharedMemory::kChunk; }
   uint32_t permuted(uint32_t offset) const { return offset ^ (offset >> 7 & (chunks_ - 1)) << 4; }
@@ -105,23 +126,10 @@ void Warpgroups::check_done(const Thread& thread) const {
 
 template <class F>
 void Warpgroups::for_each_chunk(const Wgmma& product, int warp, F&& f) {
-  const Operands b(product.b);
-  if (product.b_transposed) {
-    for (int k = 0; k < kDepth; ++k) {
-      for (int chunk = 0; chunk < product.columns / kElementsOfChunk; ++chunk) {
-        f(b.of_depth(k, chunk));
-      }
-    }
-  } else {
-    for (int column = 0; column < product.columns; ++column) {
-      for (int chunk = 0; chunk < 2; ++chunk) f(b.of_row(column, chunk));
-    }
-  }
+  auto at = [&](uint32_t offset, int, int) { f(offset); };
+  Operands(product.b).for_each_chunk(product.b_transposed, 0, product.columns, at);
   if (product.a_registers) return;
-  const Operands a(product.a);
-  for (int row = 0; row < kRows; ++row) {
-    for (int chunk = 0; chunk < 2; ++chunk) f(a.of_row(warp % 4 * kRows + row, chunk));
-  }
+  Operands(product.a).for_each_chunk(product.a_transposed, warp % 4 * kRows, kRows, at);
 }
 
 void Warpgroups::begin_reads(const Thread* lanes, const Issued& product) {
@@ -155,8 +163,8 @@ void Warpgroups::issue(Thread& thread, const Wgmma& product, const void* code) {
     Warpgroups& all = cta.warpgroups;
     Warp& warp = all.warp_of(*threads);
     if (!warp.fenced) fail(*threads, code, "issues a wgmma with no wgmma.fence before it");
-    if (!Operands(first.b).is_emulated() ||
-        !(first.a_registers || Operands(first.a).is_emulated())) {
+    if (!Operands(first.b).is_emulated(first.b_transposed, first.columns) ||
+        !(first.a_registers || Operands(first.a).is_emulated(first.a_transposed, kWarpgroupRows))) {
       fail(*threads, code, "issues a wgmma of a layout that is not emulated");
     }
     Issued p{first, {}, {}, warp.group, code};
@@ -226,8 +234,18 @@ void Warpgroups::wait(Thread& thread, int groups_in_flight, const void* code) {
 void Warpgroups::run(Cta& cta, int warp, const Issued& product) {
   const Wgmma& p = product.shape;
   float a[kRows][kDepth], b[kDepth][kMaxColumns], d[kRows][kMaxColumns];
-  auto element = [&](uint32_t offset) {
-    return reinterpret_cast<const uint16_t*>(cta.shared.data() + offset);
+  // To (rows, k) of fp32 from `to` on, `across` from a row to the next and `deep` from a k.
+  auto load = [&](uint64_t descriptor, bool transposed, int first_row, int rows, float* to,
+                  int across, int deep) {
+    const int step = transposed ? across : deep;
+    Operands(descriptor)
+        .for_each_chunk(transposed, first_row, rows, [&](uint32_t at, int i, int k) {
+          float wide[kElementsOfChunk];
+          widen(p.type, reinterpret_cast<const uint16_t*>(cta.shared.data() + at), wide,
+                kElementsOfChunk);
+          float* first = to + (i - first_row) * across + k * deep;
+          for (int e = 0; e < kElementsOfChunk; ++e) first[e * step] = wide[e];
+        });
   };
 
   // Lane l's rows l / 4 and l / 4 + 8, and of every eight columns its two.
@@ -240,32 +258,9 @@ void Warpgroups::run(Cta& cta, int warp, const Issued& product) {
       }
     }
   } else {
-    const Operands operands(p.a);
-    for (int row = 0; row < kRows; ++row) {
-      for (int chunk = 0; chunk < 2; ++chunk) {
-        widen(p.type, element(operands.of_row(warp % 4 * kRows + row, chunk)),
-              &a[row][chunk * kElementsOfChunk], kElementsOfChunk);
-      }
-    }
+    load(p.a, p.a_transposed, warp % 4 * kRows, kRows, &a[0][0], kDepth, 1);
   }
-  const Operands operands(p.b);
-  if (p.b_transposed) {
-    for (int k = 0; k < kDepth; ++k) {
-      for (int chunk = 0; chunk < p.columns / kElementsOfChunk; ++chunk) {
-        widen(p.type, element(operands.of_depth(k, chunk)), &b[k][chunk * kElementsOfChunk],
-              kElementsOfChunk);
-      }
-    }
-  } else {
-    for (int column = 0; column < p.columns; ++column) {
-      float wide[kDepth];
-      for (int chunk = 0; chunk < 2; ++chunk) {
-        widen(p.type, element(operands.of_row(column, chunk)), &wide[chunk * kElementsOfChunk],
-              kElementsOfChunk);
-      }
-      for (int k = 0; k < kDepth; ++k) b[k][column] = wide[k];
-    }
-  }
+  load(p.b, p.b_transposed, 0, p.columns, &b[0][0], 1, kMaxColumns);
   for (int l = 0; l < 32; ++l) {
     for (int v = 0; v < p.columns / 2; ++v) {
       d[l / 4 + v / 2 % 2 * 8][v / 4 * 8 + l % 4 * 2 + v % 2] = p.add ? product.d[l][v] : 0.f;
