@@ -2,7 +2,7 @@
 #include "call.h"
 #include "host/launch_bwd.h"
 #include "host/plan_bwd.h"
-#include "tiles/bwd_sm80.h"
+#include "sm90/tensor_map.h"
 
 using namespace flash_cute;
 using emulator::CTensor;
@@ -13,20 +13,19 @@ namespace {
 // Each part on its own: between them there may be padding.
 void add(emulator::Session& session, const BwdWorkspace& workspace, const BwdPlan& plan,
          const BwdParams& params) {
-  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
   const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
-  const int64_t rows_q = blocks_q * config.block_m;
+  const int64_t rows_q = blocks_q * plan.block_m;
   const int64_t rows_k =
-      int64_t{plan.head_splits} * params.batch * params.heads_kv() * plan.n_blocks * config.block_n;
+      int64_t{plan.head_splits} * params.batch * params.heads_kv() * plan.n_blocks * plan.block_n;
   auto add_part = [&](const char* name, const auto* data, int64_t count) {
     if (data) emulator::Workspace::add(session, name, data, count * int64_t{sizeof *data});
   };
   add_part("workspace.stats", workspace.stats, rows_q);
-  add_part("workspace.dq", workspace.dq, rows_q * config.head_dim);
-  add_part("workspace.dk", workspace.dk, rows_k * config.head_dim);
-  add_part("workspace.dv", workspace.dv, rows_k * config.head_dim_v);
+  add_part("workspace.dq", workspace.dq, rows_q * plan.head_dim);
+  add_part("workspace.dk", workspace.dk, rows_k * plan.head_dim);
+  add_part("workspace.dv", workspace.dv, rows_k * plan.head_dim);
   add_part("workspace.tickets", workspace.tickets, 1);
-  add_part("workspace.added", workspace.added, blocks_q);
+  add_part("workspace.added", workspace.added, blocks_q * plan.dq_parts);
 }
 
 }  // namespace
@@ -62,8 +61,8 @@ __attribute__((visibility("default"))) int emulate_backward(const CBackward* cal
   add(session, "dv", GlobalMemory::Use::kOutput, call->dv);
   emulator::Workspace workspace;
   auto launch = [&] {
-    const BwdPlan plan =
-        plan_bwd(params, parse_bwd_overrides(call->tuning), properties_of(emulator::kDevice));
+    const BwdPlan plan = plan_bwd(params, parse_bwd_overrides(call->tuning),
+                                  properties_of(emulator::kDevice), sm90::encode_bwd_maps);
     workspace.allocate(plan.workspace_bytes);
     add(session, place_workspace(plan, params, workspace.data()), plan, params);
     launch_bwd(plan, params, workspace.data(), emulator::kDevice, nullptr);

@@ -62,6 +62,24 @@ JsonObject as_json(const BwdEntrySm80& entry, DType dtype) {
       .add("max_registers", entry.max_registers());
 }
 
+JsonObject as_json(const BwdConfigSm90& config, DType dtype) {
+  return JsonObject()
+      .add("arch", "sm90")
+      .add("op", "bwd")
+      .add("mask", "any")
+      .add("head_dim", config.head_dim)
+      .add("head_dim_v", config.head_dim_v)
+      .add("block_m", config.kBlockM)
+      .add("block_n", config.block_n())
+      .add("warps", config.threads() / 32)
+      .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
+      .add("stages", config.stages)
+      .add("ctas_per_sm", 1)
+      .add("max_registers", config.launch_registers())
+      .add("producer_registers", config.producer_registers())
+      .add("consumer_registers", config.consumer_registers());
+}
+
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device) {
   const bool is_sm80 = plan.arch == Arch::kSm80;
   JsonObject json = is_sm80 ? as_json(kFwdTilesSm80[plan.tile], params.dtype)
@@ -91,11 +109,13 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
 }
 
 std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device) {
-  const BwdEntrySm80& entry = kBwdTilesSm80[plan.tile];
-  const double at_once = static_cast<double>(entry.ctas_per_sm) * device.multiprocessors;
+  const bool is_sm80 = plan.arch == Arch::kSm80;
+  JsonObject json = is_sm80 ? as_json(kBwdTilesSm80[plan.tile], params.dtype)
+                            : as_json(kBwdTilesSm90[plan.tile], params.dtype);
+  const int ctas_per_sm = is_sm80 ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
+  const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   const int ctas = plan.order.tiles();
-  return as_json(entry, params.dtype)
-      .add("kernel_mask", params.is_full() ? "full" : "banded")
+  return json.add("kernel_mask", params.is_full() ? "full" : "banded")
       .add("m_blocks", plan.m_blocks)
       .add("n_blocks", plan.n_blocks)
       .add("head_splits", plan.head_splits)
@@ -103,6 +123,7 @@ std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceP
       .add("ctas", ctas)
       .add("waves", ctas / at_once)
       .add("workspace_bytes", plan.workspace_bytes)
+      .add("why_not_sm90", plan.why_not_sm90)
       .str();
 }
 

@@ -2,7 +2,7 @@
 
 #include "generated/variants.inc"
 #include "static_switch.h"
-#include "tiles/bwd_sm80.h"
+#include "tiles/bwd_sm90.h"
 
 namespace flash_cute {
 
@@ -12,12 +12,15 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   params.n_blocks = plan.n_blocks;
   params.head_splits = plan.head_splits;
   params.workspace = place_workspace(plan, params, workspace);
-  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
-  launch_preprocess(params, config.block_m, config.head_dim, device, stream);
+  launch_preprocess(params, plan.block_m, plan.head_dim, device, stream);
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
     dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
-        launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
+        if (plan.arch == Arch::kSm80) {
+          launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
+        } else if constexpr (kSm90IsBuilt && select_bwd_sm90(head_dim()) >= 0) {
+          launch_bwd_sm90<dtype(), head_dim(), mask()>(plan, params, device, stream);
+        }
       });
     });
   });

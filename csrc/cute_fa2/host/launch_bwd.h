@@ -18,8 +18,10 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
 void launch_preprocess(const BwdParams& params, int block_m, int tile_head_dim, int device,
                        cudaStream_t stream);
 
-// Instantiated in the generated files; defined in sm80/bwd/launch.h.
+// Instantiated in the generated files; defined in smXX/bwd/launch.h.
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm80(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream);
+template <DType kDType, int kHeadDim, MaskKind kMask>
+void launch_bwd_sm90(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream);
 
 }  // namespace flash_cute

@@ -4,7 +4,9 @@
 
 #include "host/built.h"
 #include "host/named_numbers.h"
+#include "host/why_no_tensor_map.h"
 #include "tiles/bwd_sm80.h"
+#include "tiles/bwd_sm90.h"
 
 namespace flash_cute {
 namespace {
@@ -60,51 +62,28 @@ class Allocator {
 };
 
 BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& params) {
-  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
   const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
-  const int64_t rows_k = int64_t{params.batch} * params.heads_kv() * plan.n_blocks * config.block_n;
-  const bool sums_dq = plan.n_blocks != 1 || !config.stores_dq();
-  const bool in_order = sums_dq && params.deterministic;
+  const int64_t rows_q = blocks_q * plan.block_m;
+  const int64_t rows_k = int64_t{params.batch} * params.heads_kv() * plan.n_blocks * plan.block_n;
+  const bool in_order = !plan.stores_dq && params.deterministic;
   const int64_t split_rows = plan.head_splits > 1 ? plan.head_splits * rows_k : 0;
   BwdWorkspace workspace;
-  workspace.stats = memory.take<RowGradStats>(blocks_q * config.block_m);
-  workspace.dq = memory.take<float>(sums_dq ? blocks_q * config.block_m * config.head_dim : 0);
-  workspace.dk = memory.take<float>(split_rows * config.head_dim);
-  workspace.dv = memory.take<float>(split_rows * config.head_dim_v);
+  workspace.stats = memory.take<RowGradStats>(rows_q);
+  workspace.dq = memory.take<float>(plan.stores_dq ? 0 : rows_q * plan.head_dim);
+  workspace.dk = memory.take<float>(split_rows * plan.head_dim);
+  workspace.dv = memory.take<float>(split_rows * plan.head_dim);
   workspace.tickets = memory.take<int>(in_order ? 1 : 0);
-  workspace.added = memory.take<int>(in_order ? blocks_q : 0);
+  workspace.added = memory.take<int>(in_order ? blocks_q * plan.dq_parts : 0);
+  workspace.dq_parts = plan.dq_parts;
   return workspace;
 }
 
-}  // namespace
-
-BwdOverrides parse_bwd_overrides(const std::string& text) {
-  BwdOverrides overrides;
-  read_named_numbers(
-      text, "tuning", "one of arch, smem_limit, splits, head_splits",
-      [&](const std::string& name, int64_t value) {
-        if (value < 0) {
-          refuse(name + " in tuning is " + std::to_string(value) + ": it must be 0 or more");
-        }
-        if (name == "smem_limit") overrides.smem_limit = value;
-        if (name == "head_splits") overrides.head_splits = value;
-        return name == "smem_limit" || name == "head_splits" || name == "arch" || name == "splits";
-      });
-  return overrides;
-}
-
-BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
-                 const DeviceProperties& device) {
-  BwdPlan plan{};
-  plan.head_dim = built_head_dim(params);
-  const int64_t lent = device.smem_per_cta;
-  const int limit =
-      static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
-  plan.tile = select_bwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
-  if (plan.tile < 0) refuse_tile(params, limit);
-  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
-  plan.m_blocks = static_cast<int>(ceil_div(params.len_q, config.block_m));
-  plan.n_blocks = static_cast<int>(ceil_div(params.len_k, config.block_n));
+// The rest of a plan, once its tile is known. `dq_is_whole`: the tile can store a whole dQ.
+void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& overrides,
+            const DeviceProperties& device, bool dq_is_whole) {
+  plan.m_blocks = static_cast<int>(ceil_div(params.len_q, plan.block_m));
+  plan.n_blocks = static_cast<int>(ceil_div(params.len_k, plan.block_n));
+  plan.stores_dq = dq_is_whole && plan.n_blocks == 1;
   const int64_t tiles = int64_t{params.batch} * params.heads_kv() * plan.n_blocks;
   plan.head_splits = choose_head_splits(params, std::max<int64_t>(tiles, 1), device.multiprocessors,
                                         overrides.head_splits);
@@ -114,6 +93,100 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
   Allocator count(nullptr);
   allocate(count, plan, params);
   plan.workspace_bytes = count.bytes();
+}
+
+BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
+                  const DeviceProperties& device) {
+  BwdPlan plan{};
+  plan.arch = Arch::kSm80;
+  plan.head_dim = built_head_dim(params);
+  const int64_t lent = device.smem_per_cta;
+  const int limit =
+      static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
+  plan.tile = select_bwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
+  if (plan.tile < 0) refuse_tile(params, limit);
+  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
+  plan.block_m = config.block_m;
+  plan.block_n = config.block_n;
+  plan.dq_parts = 1;
+  finish(plan, params, overrides, device, config.stores_dq());
+  return plan;
+}
+
+// Why the sm90 kernels cannot serve the call, or nothing.
+std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
+                         const DeviceProperties& device) {
+  if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
+  if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
+  if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
+  if (select_bwd_sm90(built_head_dim(p)) < 0) return "head dims above 128 have no sm90 tile";
+  const int bytes = bytes_of(p.dtype);
+  std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
+  if (why_not.empty()) {
+    why_not = why_no_tensor_map("k", p.k, p.batch, p.heads_kv(), p.len_k, p.head_dim, bytes);
+  }
+  if (why_not.empty()) {
+    why_not = why_no_tensor_map("v", p.v, p.batch, p.heads_kv(), p.len_k, p.head_dim_v, bytes);
+  }
+  if (why_not.empty()) {
+    why_not = why_no_tensor_map("dout", p.dout, p.batch, p.heads_q, p.len_q, p.head_dim_v, bytes);
+  }
+  return why_not;
+}
+
+BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
+                  const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
+  BwdPlan plan{};
+  plan.arch = Arch::kSm90;
+  plan.head_dim = built_head_dim(params);
+  plan.why_not_sm90 = why_not_sm90(params, overrides, device);
+  if (!plan.why_not_sm90.empty()) return plan;
+  plan.tile = select_bwd_sm90(plan.head_dim);
+  const BwdConfigSm90& config = kBwdTilesSm90[plan.tile];
+  plan.block_m = config.kBlockM;
+  plan.block_n = config.block_n();
+  plan.dq_parts = config.dq_consumers;
+  finish(plan, params, overrides, device, /*dq_is_whole=*/true);
+  if (encode_tensor_maps) {
+    plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
+  }
+  return plan;
+}
+
+}  // namespace
+
+BwdOverrides parse_bwd_overrides(const std::string& text) {
+  BwdOverrides overrides;
+  const auto take = [&](const std::string& name, int64_t value) {
+    if (value < 0) {
+      refuse(name + " in tuning is " + std::to_string(value) + ": it must be 0 or more");
+    }
+    if (name == "arch" && value != 0 && value != 80 && value != 90) {
+      refuse("arch is " + std::to_string(value) + ": it must be 80, 90, or 0 for the default");
+    }
+    if (name == "arch") overrides.arch = value;
+    if (name == "smem_limit") overrides.smem_limit = value;
+    if (name == "head_splits") overrides.head_splits = value;
+    return name == "arch" || name == "smem_limit" || name == "head_splits" ||
+           name == "splits";  // of its forward
+  };
+  read_named_numbers(text, "tuning", "one of arch, smem_limit, splits, head_splits", take);
+  return overrides;
+}
+
+BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
+                 const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
+  std::string why_not_sm90;
+  if (overrides.arch != 80) {
+    BwdPlan plan = plan_sm90(params, overrides, device, encode_tensor_maps);
+    if (plan.why_not_sm90.empty()) return plan;
+    why_not_sm90 = plan.why_not_sm90;
+    if (overrides.arch == 90) {
+      refuse("arch is 'sm90', but its kernels cannot serve this call: " + why_not_sm90);
+    }
+  }
+  BwdPlan plan = plan_sm80(params, overrides, device);
+  plan.why_not_sm90 = why_not_sm90;
   return plan;
 }
 

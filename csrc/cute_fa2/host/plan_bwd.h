@@ -1,6 +1,7 @@
-// The plan of a backward, as plan_fwd.h has that of a forward. The kernels are those of sm80, on
-// every chip.
+// The plan of a backward, as plan_fwd.h has that of a forward.
 #pragma once
+
+#include <cuda.h>
 
 #include <cstdint>
 #include <string>
@@ -13,6 +14,7 @@ namespace flash_cute {
 
 // What tests and benchmarks may decide in place of the plan; 0 leaves it to the plan.
 struct BwdOverrides {
+  int64_t arch = 0;         // 80 or 90
   int64_t smem_limit = 0;   // the tile is one that fits so many bytes of shared memory
   int64_t head_splits = 0;  // at most so many CTAs share the query heads of a group
 };
@@ -21,19 +23,37 @@ struct BwdOverrides {
 // Throws std::runtime_error.
 BwdOverrides parse_bwd_overrides(const std::string& text);
 
+// How TMA knows the tensors of a call (sm90/tensor_map.h).
+struct BwdTensorMaps {
+  CUtensorMap q;     // boxes of (block_m, a strip of the head dim)
+  CUtensorMap dout;  // likewise
+  CUtensorMap k;     // boxes of (block_n, a strip)
+  CUtensorMap v;     // likewise
+};
+
 struct BwdPlan {
-  int head_dim;  // that the kernel was built for
-  int tile;      // index of the entry in kBwdTilesSm80
+  Arch arch;
+  std::string why_not_sm90;  // if the arch is sm80 though sm90 was not ruled out by the caller
+  int head_dim;              // that the kernel was built for
+  int tile;                  // index of the entry in the arch's tile table
+  int block_m;
+  int block_n;
+  int dq_parts;    // of a tile's dQ, each added by threads of its own
+  bool stores_dq;  // at once: one block has all keys
   int m_blocks;
   int n_blocks;
   int head_splits;
   TileOrder order;  // of tiles of block_n keys: it counts them as m_blocks
   int64_t workspace_bytes;
+  BwdTensorMaps tensor_maps;  // sm90
 };
+
+// As EncodeTensorMaps.
+using EncodeBwdTensorMaps = std::string (*)(const BwdParams&, const BwdPlan&, BwdTensorMaps&);
 
 // Throws std::runtime_error if this build cannot serve the call.
 BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
-                 const DeviceProperties& device);
+                 const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps);
 
 // The workspace of a plan in memory of its workspace_bytes.
 BwdWorkspace place_workspace(const BwdPlan& plan, const BwdParams& params, void* memory);

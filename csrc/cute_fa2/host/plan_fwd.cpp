@@ -7,6 +7,7 @@
 #include "host/built.h"
 #include "host/named_numbers.h"
 #include "host/split_kv.h"
+#include "host/why_no_tensor_map.h"
 #include "tiles/fwd_sm80.h"
 #include "tiles/fwd_sm90.h"
 
@@ -49,27 +50,6 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
 }
 
 // -- sm90 -----------------------------------------------------------------------------------------
-
-// Why no tensor map can describe the tensor called `name`, or nothing. Its strides are multiples of
-// 16 bytes.
-std::string why_no_tensor_map(const std::string& name, const TensorView<const void*>& view,
-                              int batch, int heads, int rows, int columns, int element_bytes) {
-  const int64_t max_stride = (int64_t{1} << 40) / element_bytes;
-  if (view.stride_row == 0 && rows > 1) return "the rows of " + name + " are expanded";
-  // The driver's documentation does not say whether it takes these.
-  const auto overlap = [&](int64_t stride, int size) {
-    return 0 < stride && stride < columns && size > 1;
-  };
-  if (overlap(view.stride_row, rows) || overlap(view.stride_head, heads) ||
-      overlap(view.stride_batch, batch)) {
-    return "rows of " + name + " overlap";
-  }
-  // Heads are two dimensions of a map, those of a group and the groups.
-  if (std::max({view.stride_row, view.stride_head * heads, view.stride_batch}) >= max_stride) {
-    return "a stride of " + name + " is 2^40 bytes or more";
-  }
-  return {};
-}
 
 // Why the sm90 kernels cannot serve the call, or nothing.
 std::string why_not_sm90(const FwdParams& p, const FwdOverrides& overrides,

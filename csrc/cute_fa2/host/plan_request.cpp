@@ -116,7 +116,7 @@ std::string plan(const std::string& request, const std::string& tuning) {
     BwdParams params{};
     set_attention(params, r);
     params.deterministic = r.deterministic != 0;
-    return describe(plan_bwd(params, parse_bwd_overrides(tuning), device), params, device);
+    return describe(plan_bwd(params, parse_bwd_overrides(tuning), device, nullptr), params, device);
   }
   FwdParams params{};
   set_attention(params, r);

@@ -100,17 +100,39 @@ template <int kGroupsReading>
 CUTE_DEVICE void tma_store_wait() {
   cute::tma_store_wait<kGroupsReading>();
 }
+
+// One thread starts the copy of `bytes` (a multiple of 16) from global to shared memory. `arrival`
+// counts them.
+CUTE_DEVICE void bulk_load(const void* source, void* target, int bytes, Barrier& arrival) {
+  cute::SM90_BULK_COPY_G2S::copy(source, arrival.state(), target, bytes);
+}
+// One thread starts to add `bytes` (a multiple of 16) of floats in shared memory to sums in global
+// memory, in any order with what others add. As tma_store in fences and groups.
+CUTE_DEVICE void bulk_reduce_add(float* sums, const void* source, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(sums),
+      "r"(cute::cast_smem_ptr_to_uint(source)), "r"(bytes)
+      : "memory");
+}
+// Returns when all of this thread's groups are complete: their sums are in global memory.
+CUTE_DEVICE void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Adds to four neighbouring sums in global memory, as platform::reduce_add.
+CUTE_DEVICE void reduce_add(float* sums, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
 CUTE_DEVICE void prefetch_tensor_map(const CUtensorMap& map) {
   cute::prefetch_tma_descriptor(&map);
 }
 
-// Two warpgroups at one of the CTA's sixteen named barriers. `arrive` goes on at once, `sync` when
-// both have come.
-CUTE_DEVICE void named_barrier_arrive(int barrier) {
-  cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, static_cast<uint32_t>(barrier));
+// Warpgroups at one of the CTA's sixteen named barriers. `arrive` goes on at once, `sync` when all
+// have come.
+CUTE_DEVICE void named_barrier_arrive(int barrier, int warpgroups = 2) {
+  cutlass::arch::NamedBarrier::arrive(warpgroups * kWarpgroup, static_cast<uint32_t>(barrier));
 }
-CUTE_DEVICE void named_barrier_sync(int barrier) {
-  cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, static_cast<uint32_t>(barrier));
+CUTE_DEVICE void named_barrier_sync(int barrier, int warpgroups = 2) {
+  cutlass::arch::NamedBarrier::sync(warpgroups * kWarpgroup, static_cast<uint32_t>(barrier));
 }
 
 // setmaxnreg: fewer registers for each thread of a warpgroup, or more.
@@ -123,14 +145,15 @@ CUTE_DEVICE void register_alloc() {
   cutlass::arch::warpgroup_reg_alloc<kRegisters>();
 }
 
-// wgmma of 64 x kColumns x 16, accumulated in fp32. MmaSS: A (rows, k) and B (columns, k) in shared
-// memory. MmaRS: A in registers, B (k, columns) in shared memory.
+// wgmma of 64 x kColumns x 16, accumulated in fp32. MmaSS: A and B in shared memory, each with k
+// contiguous (Major::K), or rows or columns (Major::MN). MmaRS: A in registers, B (k, columns) in
+// shared memory, columns contiguous.
 template <int kColumns>
 using MmaShape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
-template <class Element, int kColumns>
+template <class Element, int kColumns, cute::SM90::GMMA::Major kMajorA = cute::SM90::GMMA::Major::K,
+          cute::SM90::GMMA::Major kMajorB = cute::SM90::GMMA::Major::K>
 using MmaSS = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, MmaShape<kColumns>,
-                                                        cute::SM90::GMMA::Major::K,
-                                                        cute::SM90::GMMA::Major::K>());
+                                                        kMajorA, kMajorB>());
 template <class Element, int kColumns>
 using MmaRS = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, MmaShape<kColumns>,
                                                         cute::SM90::GMMA::Major::K,

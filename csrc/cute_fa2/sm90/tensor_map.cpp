@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "host/device.h"
+#include "tiles/bwd_sm90.h"
 #include "tiles/fwd_sm90.h"
 
 namespace flash_cute::sm90 {
@@ -99,6 +100,32 @@ CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& m
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
+// Encodes maps one after the other, up to the first that the driver refuses.
+class Encoder {
+ public:
+  explicit Encoder(const AttentionParams& params) : dtype_(params.dtype), batch_(params.batch) {
+    bind_context();
+  }
+  template <class Pointer>
+  void add(CUtensorMap& map, const Tiling<Pointer>& tiling) {
+    if (result_ == CUDA_SUCCESS) result_ = encode(tiling, dtype_, batch_, map);
+  }
+  // Why it refused one, or nothing. It does not take all that its documentation seems to allow.
+  std::string refusal() const {
+    if (result_ == CUDA_ERROR_INVALID_VALUE) return "the driver refused a tensor map";
+    if (result_ != CUDA_SUCCESS) {
+      throw std::runtime_error("flash_cute: the driver makes no tensor map (CUDA driver error " +
+                               std::to_string(static_cast<int>(result_)) + ")");
+    }
+    return {};
+  }
+
+ private:
+  DType dtype_;
+  int batch_;
+  CUresult result_ = CUDA_SUCCESS;
+};
+
 }  // namespace
 
 std::string encode_fwd_maps(const FwdParams& params, const FwdPlan& plan, TensorMaps& maps) {
@@ -114,25 +141,34 @@ std::string encode_fwd_maps(const FwdParams& params, const FwdPlan& plan, Tensor
     return Tiling{view, params.heads_kv(), 1, params.len_k, columns, strip, 1, config.block_n};
   };
 
-  bind_context();
-  CUresult result = CUDA_SUCCESS;
-  const auto add = [&](CUtensorMap& map, const auto& tiling) {
-    if (result == CUDA_SUCCESS) result = encode(tiling, params.dtype, params.batch, map);
-  };
-  add(maps.q, queries(params.q, params.head_dim, strip, FwdConfigSm90::kConsumerRows));
-  add(maps.k, keys(params.k, params.head_dim, strip));
-  add(maps.v, keys(params.v, params.head_dim_v, strip_v));
+  Encoder encoder(params);
+  encoder.add(maps.q, queries(params.q, params.head_dim, strip, FwdConfigSm90::kConsumerRows));
+  encoder.add(maps.k, keys(params.k, params.head_dim, strip));
+  encoder.add(maps.v, keys(params.v, params.head_dim_v, strip_v));
   // Splits store fp32 from registers.
   if (plan.splits.count == 1) {
-    add(maps.out, queries(params.out, params.head_dim_v, strip_v, kWarpRows));
+    encoder.add(maps.out, queries(params.out, params.head_dim_v, strip_v, kWarpRows));
   }
-  // The driver does not take all that its documentation seems to allow.
-  if (result == CUDA_ERROR_INVALID_VALUE) return "the driver refused a tensor map";
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("flash_cute: the driver makes no tensor map (CUDA driver error " +
-                             std::to_string(static_cast<int>(result)) + ")");
-  }
-  return {};
+  return encoder.refusal();
+}
+
+std::string encode_bwd_maps(const BwdParams& params, const BwdPlan& plan, BwdTensorMaps& maps) {
+  const auto rows = [](const auto& view, int heads, int rows, int columns, int tile_columns,
+                       int box_rows) {
+    return Tiling{view, heads, 1, rows, columns, FwdConfigSm90::strip(tile_columns), 1, box_rows};
+  };
+  const int head_dim = kBwdTilesSm90[plan.tile].head_dim;
+  const int head_dim_v = kBwdTilesSm90[plan.tile].head_dim_v;
+  Encoder encoder(params);
+  encoder.add(maps.q, rows(params.q, params.heads_q, params.len_q, params.head_dim, head_dim,
+                           plan.block_m));
+  encoder.add(maps.dout, rows(params.dout, params.heads_q, params.len_q, params.head_dim_v,
+                              head_dim_v, plan.block_m));
+  encoder.add(maps.k, rows(params.k, params.heads_kv(), params.len_k, params.head_dim, head_dim,
+                           plan.block_n));
+  encoder.add(maps.v, rows(params.v, params.heads_kv(), params.len_k, params.head_dim_v, head_dim_v,
+                           plan.block_n));
+  return encoder.refusal();
 }
 
 }  // namespace flash_cute::sm90

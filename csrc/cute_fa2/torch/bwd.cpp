@@ -5,6 +5,7 @@
 
 #include "host/launch_bwd.h"
 #include "host/plan_bwd.h"
+#include "sm90/tensor_map.h"
 #include "torch/ops.h"
 #include "torch/tensors.h"
 
@@ -83,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor> bwd(std::optional<Tensor> dout, Tensor q, Ten
   params.dv = written_v.view();
   params.deterministic = deterministic;
 
-  const BwdPlan plan = plan_bwd(params, overrides, properties_of(device));
+  const BwdPlan plan = plan_bwd(params, overrides, properties_of(device), sm90::encode_bwd_maps);
   const Workspace workspace(plan.workspace_bytes, device);
   launch_bwd(plan, params, workspace.data(), device, stream.get());
   for (Writable* gradient : {&written_q, &written_k, &written_v}) gradient->finish();

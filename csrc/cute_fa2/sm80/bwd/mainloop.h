@@ -9,6 +9,7 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/gradient.h"
 #include "common/mask.h"
 #include "common/platform.h"
 #include "common/sequence.h"
@@ -289,7 +290,8 @@ class BwdMainloop {
     if (stores_dq()) {
       const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
                                    sequence_.first_q, sequence_.len_q, params_.head_dim};
-      store_gradient<Element, TiledMmaDq, ShapeQ>(place, row0, params_.scale.scale, tdQrdQ);
+      store_gradient<Element, TiledMmaDq, ShapeQ>(place, row0, 0, params_.scale.scale, tdQrdQ,
+                                                  thread_);
       return;
     }
     const BwdWorkspace& workspace = params_.workspace;

@@ -1,0 +1,318 @@
+// A consumer's main loop in the backward: dK and dV of its keys, and dQ's part of the tile, one
+// block of query rows at a time. A consumer is a warpgroup with 64 keys.
+//
+//   S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)    dV += P^T dO
+//   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)            dK += dS^T Q     dQ += dS K
+//
+// The scale goes onto the sums: onto dS, it could leave fp16's range.
+#pragma once
+
+#include <cute/algorithm/gemm.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/fragment.h"
+#include "common/gradient.h"
+#include "common/mask.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "common/tile_decoder.h"
+#include "sm90/bwd/arguments.h"
+#include "sm90/bwd/pipeline.h"
+#include "sm90/bwd/query_walk.h"
+#include "sm90/bwd/sums.h"
+#include "sm90/hopper.h"
+#include "sm90/shared_operand.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits, MaskKind kMask>
+class BwdMainloop {
+  using Element = typename Traits::Element;
+  using SharedMemory = typename Traits::SharedMemory;
+  using State = typename BwdPipeline<Traits>::State;
+  using MmaSt = typename Traits::MmaSt;
+  using MmaDq = typename Traits::MmaDq;
+  using ShapeSt = typename Traits::ShapeSt;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kConsumers = Traits::kConsumers;
+  static constexpr int kDqConsumers = Traits::kDqConsumers;
+
+ public:
+  using TileMask = Mask<kMask, UnpackedRows>;
+
+  CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
+                          SharedMemory& smem, int consumer)
+      : arguments_(arguments),
+        params_(arguments.params),
+        tile_(tile),
+        mask_(params_, sequence, UnpackedRows{}),
+        sequence_(sequence),
+        smem_(smem),
+        consumer_(consumer),
+        key0_(tile.m_block * kBlockN + consumer * Traits::kConsumerKeys),
+        k_operand_(Traits::fragment_k(smem.k, consumer)),
+        v_operand_(Traits::fragment_v(smem.v, consumer)),
+        q_operand_(Traits::fragment_q(smem.q[0])),
+        dout_operand_(Traits::fragment_dout(smem.dout[0])),
+        qt_operand_(Traits::fragment_qt(smem.q[0])),
+        doutt_operand_(Traits::fragment_doutt(smem.dout[0])),
+        ds_operand_(Traits::fragment_ds(smem.ds[0])),
+        kt_operand_(Traits::fragment_kt(smem.k, consumer < kDqConsumers ? consumer : 0)) {}
+
+  // Leaves the sums in tdKrdK ((2, 2, kHeadDim / 8), 1, 1) and tdVrdV ((2, 2, kHeadDimV / 8), 1,
+  // 1).
+  template <class Dk, class Dv>
+  CUTE_DEVICE void run(const QueryWalk& walk, Dk& tdKrdK, Dv& tdVrdV) {
+    cute::clear(tdKrdK);
+    cute::clear(tdVrdV);
+    if (walk.is_empty()) return;
+    smem_.k_full.wait(0);  // K has arrived
+    smem_.v_full.wait(0);
+    CUTE_NO_UNROLL
+    for (QueryBlock block = walk.first(); walk.has(block); block = walk.next(block)) {
+      step(block, tdKrdK, tdVrdV);
+    }
+  }
+
+ private:
+  template <class Dk, class Dv>
+  CUTE_DEVICE void step(QueryBlock block, Dk& tdKrdK, Dv& tdVrdV) {
+    using namespace cute;
+    auto tSrS = partition_fragment_C(MmaSt{}, ShapeSt{});   // ((2, 2, kBlockM / 8), 1, 1)
+    auto tSrDp = partition_fragment_C(MmaSt{}, ShapeSt{});  // ((2, 2, kBlockM / 8), 1, 1)
+    // P and dS, two elements a word; as elements, ((2, 2, kBlockM / 8), 1, 1).
+    using Words = decltype(make_tensor<uint32_t>(Int<decltype(size(tSrS))::value / 2>{}));
+    Words p_words, ds_words;
+    auto tSrP = make_tensor(recast_ptr<Element>(p_words.data()), tSrS.layout());
+    auto tSrDs = make_tensor(recast_ptr<Element>(ds_words.data()), tSrS.layout());
+
+    smem_.q_full[stage_.stage].wait(stage_.parity);  // Q and the statistics have arrived
+    gemm_ss<Traits::kHeadDim>(MmaSt{}, k_operand_, 0, q_operand_, stage_.stage, tSrS);
+    smem_.dout_full[stage_.stage].wait(stage_.parity);  // dO has arrived
+    gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand_, 0, dout_operand_, stage_.stage, tSrDp);
+
+    hopper::wgmma_wait<1>();  // S is complete
+    warpgroup_fence_operand(tSrS);
+    to_weights(block.m_block * kBlockM, tSrS);
+    convert_to_words<Element>(tSrS, p_words);
+    hopper::wgmma_wait<0>();  // dP is complete
+    warpgroup_fence_operand(tSrDp);
+    to_score_gradients(tSrS, tSrDp);
+    convert_to_words<Element>(tSrDp, ds_words);
+
+    gemm_rs(typename Traits::MmaDv{}, tSrP, doutt_operand_, tdVrdV);
+    store_shared(ds_words);
+    // dS is there, of all consumers. All are done with the dQ before, whose dS may be overwritten
+    // in the next step.
+    hopper::fence_async_proxy();
+    hopper::named_barrier_sync(kDsBarrier, kConsumers);
+    if constexpr (kDqConsumers == kConsumers) {
+      auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeDq{});
+      gemm_ss<kBlockN>(MmaDq{}, ds_operand_, ds_stage_, kt_operand_, 0, tdQrdQ);
+      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand_, tdKrdK);
+      hopper::wgmma_wait<1>();  // dV and dQ are complete
+      warpgroup_fence_operand(tdVrdV);
+      warpgroup_fence_operand(tdQrdQ);
+      consumer_release(smem_.dout_empty[stage_.stage]);
+      add_dq(block, tdQrdQ);
+      hopper::wgmma_wait<0>();  // dK is complete
+      warpgroup_fence_operand(tdKrdK);
+      consumer_release(smem_.q_empty[stage_.stage]);
+    } else {
+      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand_, tdKrdK);
+      hopper::wgmma_wait<1>();  // dV is complete
+      warpgroup_fence_operand(tdVrdV);
+      consumer_release(smem_.dout_empty[stage_.stage]);
+      hopper::wgmma_wait<0>();  // dK is complete
+      warpgroup_fence_operand(tdKrdK);
+      consumer_release(smem_.q_empty[stage_.stage]);
+      if (consumer_ < kDqConsumers) {
+        auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeDq{});
+        gemm_ss<kBlockN>(MmaDq{}, ds_operand_, ds_stage_, kt_operand_, 0, tdQrdQ);
+        hopper::wgmma_wait<0>();  // dQ is complete
+        warpgroup_fence_operand(tdQrdQ);
+        add_dq(block, tdQrdQ);
+      }
+    }
+    stage_.advance();
+    ds_stage_ ^= 1;
+  }
+
+  // C = A B, asynchronously, over kDepth.
+  template <int kDepth, class Mma, class A, class B, class C>
+  CUTE_DEVICE void gemm_ss(Mma mma, const A& a, int a_tile, const B& b, int b_tile, C& rC) {
+    using namespace cute;
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    warpgroup_fence_operand(rC);
+    hopper::wgmma_fence();
+    CUTE_UNROLL
+    for (int k = 0; k < kDepth / 16; ++k) {
+      gemm(mma, a.template descriptor<true>(a_tile, k), b.template descriptor<true>(b_tile, k), rC);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    hopper::wgmma_commit();
+  }
+
+  // C += A B, asynchronously, where A is in registers and has the rows of a block.
+  template <class Mma, class A, class B, class C>
+  CUTE_DEVICE void gemm_rs(Mma mma, A& fragment, const B& b, C& rC) {
+    using namespace cute;
+    auto rA = as_a_operand(fragment);  // ((2, 2, 2), 1, kBlockM / 16)
+    warpgroup_fence_operand(rC);
+    warpgroup_fence_operand(fragment);
+    hopper::wgmma_fence();
+    CUTE_UNROLL
+    for (int k = 0; k < kBlockM / 16; ++k) {
+      gemm(mma, rA(_, _, k), b.template descriptor<false>(stage_.stage, k), rC);
+    }
+    hopper::wgmma_commit();
+  }
+
+  // -- the scores: (rows, columns) of a fragment are (keys, query rows) ---------------------------
+
+  static CUTE_DEVICE auto key_and_row(int thread) {
+    return as_matrix(MmaSt{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeSt{})));
+  }
+  // (columns, rows) -> (query row, key), as masks know them
+  static CUTE_DEVICE auto row_and_key(int thread) {
+    return [at = key_and_row(thread)](int c, int r) {
+      const auto key_row = at(r, c);
+      return cute::make_coord(cute::get<1>(key_row), cute::get<0>(key_row));
+    };
+  }
+
+  // P from S. The mask goes onto the exponent: the weight of a key that its row does not see may be
+  // inf.
+  template <class S>
+  CUTE_DEVICE void to_weights(int row0, S& tSrS) const {
+    using namespace cute;
+    auto weights = as_matrix(tSrS);
+    const float scale_log2 = params_.scale.signed_log2();
+    for_each_row(weights, [&](int c, const RowGradStats& stats) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(weights); ++r) {
+        weights(r, c) = fmaf(weights(r, c), scale_log2, -stats.lse_log2);
+      }
+    });
+    if (mask_.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys)) {
+      auto rows_first = make_tensor(weights.data(), select<1, 0>(weights.layout()));
+      const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+      mask_.apply(rows_first, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
+                  Traits::kConsumerKeys);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
+  }
+
+  // dS from dP, in its place.
+  template <class P, class Dp>
+  CUTE_DEVICE void to_score_gradients(P& tSrP, Dp& tSrDp) const {
+    using namespace cute;
+    const auto weights = as_matrix(tSrP);
+    auto ds = as_matrix(tSrDp);
+    for_each_row(ds, [&](int c, const RowGradStats& stats) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(ds); ++r) ds(r, c) = weights(r, c) * (ds(r, c) - stats.delta);
+    });
+  }
+
+  // f(column of the fragment, statistics) of each query row. Two rows lie side by side.
+  template <class Scores, class F>
+  CUTE_DEVICE void for_each_row(const Scores& scores, F&& f) const {
+    using namespace cute;
+    const auto at = key_and_row(platform::rematerialize(hopper::thread_in_warpgroup()));
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); c += 2) {
+      struct alignas(16) Two {
+        RowGradStats rows[2];
+      };
+      const int row = get<1>(at(0, c));
+      const Two two = *reinterpret_cast<const Two*>(&smem_.stats[stage_.stage][row]);
+      f(c, two.rows[0]);
+      f(c + 1, two.rows[1]);
+    }
+  }
+
+  // dS^T to shared memory, by rows of 64 query rows.
+  template <class Words>
+  CUTE_DEVICE void store_shared(const Words& words) {
+    constexpr int kWarpKeys = Traits::kConsumerKeys / 4;
+    const int warp = hopper::warp_in_warpgroup();
+    const int lane = hopper::thread_in_warpgroup() % 32;
+    Element* const rows =
+        smem_.ds[ds_stage_] + (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
+    // Where this lane's chunk of columns 0 to 15 lies; `first ^ column` is that of later columns.
+    const int first = typename Traits::SmemLayoutDst{}(lane % 16, lane / 16 * 8);
+    CUTE_UNROLL
+    for (int column = 0; column < kBlockM; column += 16) {
+      uint32_t block[4];  // (2 rows, 2 x 8 columns)
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) block[i] = words(column / 4 + i);
+      hopper::stmatrix(rows + (first ^ column), block);
+    }
+  }
+
+  // Adds this tile's part of dQ to the sums of the block. Where they are in order, after the parts
+  // of all earlier keys that the block sees.
+  template <class Dq>
+  CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) const {
+    using namespace cute;
+    const int row0 = block.m_block * kBlockM;
+    const BwdWorkspace& workspace = params_.workspace;
+    if (!workspace.dq) {
+      const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
+                                   sequence_.first_q, sequence_.len_q, params_.head_dim};
+      store_gradient<Element, MmaDq, typename Traits::ShapeDq>(
+          place, row0, consumer_ * Traits::kDqColumns, params_.scale.scale, tdQrdQ,
+          hopper::thread_in_warpgroup());
+      return;
+    }
+    const int64_t part = index_of(params_, tile_, block) * kDqConsumers + consumer_;
+    float* const sums = workspace.dq + part * size(typename Traits::ShapeDq{});
+    if (!workspace.tickets) return WarpgroupSums::add_to(sums, tdQrdQ);
+    int* const added = workspace.added + part;
+    const bool is_first = hopper::thread_in_warpgroup() == 0;
+    if (is_first) {
+      const int row_end = cute::min(row0 + kBlockM, sequence_.len_q);
+      const int turn = tile_.m_block - mask_.visible_blocks(row0, row_end, kBlockN).begin;
+      platform::wait_for_turn(added, turn);
+    }
+    hopper::named_barrier_sync(kTurnBarrier + consumer_, 1);  // it is this part's turn
+    WarpgroupSums::add_to(sums, tdQrdQ);
+    platform::publish();
+    hopper::named_barrier_sync(kTurnBarrier + consumer_, 1);  // all threads have added
+    if (is_first) platform::pass_turn(added);
+  }
+
+  // Each warp arrives for itself: it has read the stage.
+  static CUTE_DEVICE void consumer_release(hopper::Barrier& empty) {
+    if (hopper::is_first_lane()) empty.arrive();
+  }
+
+  // Barrier 0 is that of __syncthreads.
+  static constexpr int kDsBarrier = 1, kTurnBarrier = 2;
+
+  const BwdArguments& arguments_;
+  const BwdParams& params_;
+  TileCoord tile_;
+  TileMask mask_;
+  const Sequence& sequence_;
+  SharedMemory& smem_;
+  int consumer_;
+  int key0_;  // the consumer's first
+  SharedOperand<decltype(Traits::fragment_k(nullptr, 0)), sizeof SharedMemory::k> k_operand_;
+  SharedOperand<decltype(Traits::fragment_v(nullptr, 0)), sizeof SharedMemory::v> v_operand_;
+  SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0]> q_operand_;
+  SharedOperand<decltype(Traits::fragment_dout(nullptr)), sizeof SharedMemory::dout[0]>
+      dout_operand_;
+  SharedOperand<decltype(Traits::fragment_qt(nullptr)), sizeof SharedMemory::q[0]> qt_operand_;
+  SharedOperand<decltype(Traits::fragment_doutt(nullptr)), sizeof SharedMemory::dout[0]>
+      doutt_operand_;
+  SharedOperand<decltype(Traits::fragment_ds(nullptr)), sizeof SharedMemory::ds[0]> ds_operand_;
+  SharedOperand<decltype(Traits::fragment_kt(nullptr, 0)), sizeof SharedMemory::k> kt_operand_;
+  State stage_;  // of Q and dO
+  int ds_stage_ = 0;
+};
+
+}  // namespace flash_cute::sm90

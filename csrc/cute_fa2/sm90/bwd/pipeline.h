@@ -1,0 +1,28 @@
+// The pipelines of shared-memory stages: through them the backward's producer hands blocks of Q and
+// dO to the consumers.
+#pragma once
+
+#include "sm90/hopper.h"
+#include "sm90/pipeline_state.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits>
+struct BwdPipeline {
+  using SharedMemory = typename Traits::SharedMemory;
+  using State = PipelineState<Traits::kStages>;
+
+  static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
+    constexpr int kWarps = Traits::kConsumers * hopper::kWarpgroup / 32;
+    smem.k_full.init(1);  // the producer, and the bytes that it expects
+    smem.v_full.init(1);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      smem.q_full[stage].init(1);
+      smem.dout_full[stage].init(1);
+      smem.q_empty[stage].init(kWarps);
+      smem.dout_empty[stage].init(kWarps);
+    }
+  }
+};
+
+}  // namespace flash_cute::sm90

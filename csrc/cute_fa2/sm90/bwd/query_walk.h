@@ -1,0 +1,56 @@
+// The walk of a tile of keys over the query rows that see them: in each query head of its group,
+// from the last block to the first. Producer and consumers walk alike.
+#pragma once
+
+#include <cute/config.hpp>
+#include <cute/numeric/math.hpp>
+
+#include "common/mask.h"
+#include "common/sequence.h"
+#include "common/tile_decoder.h"
+#include "sm90/bwd/arguments.h"
+
+namespace flash_cute::sm90 {
+
+// Query rows of one head.
+struct QueryBlock {
+  int head;
+  int m_block;
+};
+
+class QueryWalk {
+ public:
+  template <class TileMask>
+  CUTE_DEVICE QueryWalk(const BwdArguments& arguments, TileCoord tile, const TileMask& mask,
+                        const Sequence& sequence, int block_m, int block_n)
+      : first_head_(tile.head * arguments.params.group_size +
+                    tile.split * arguments.heads_of_split),
+        end_head_(cute::min(first_head_ + arguments.heads_of_split,
+                            (tile.head + 1) * arguments.params.group_size)) {
+    // A dQ that is stored at once is stored everywhere.
+    const int key0 = tile.m_block * block_n;
+    const int key_end = cute::min(key0 + block_n, sequence.len_k);
+    rows_ = arguments.params.workspace.dq
+                ? mask.visible_row_blocks(key0, key_end, sequence.len_q, block_m)
+                : BlockRange{0, arguments.params.m_blocks};
+  }
+
+  CUTE_DEVICE bool is_empty() const { return rows_.end <= rows_.begin; }
+  CUTE_DEVICE QueryBlock first() const { return {first_head_, rows_.end - 1}; }
+  CUTE_DEVICE bool has(QueryBlock block) const { return block.head < end_head_; }
+  CUTE_DEVICE QueryBlock next(QueryBlock block) const {
+    if (block.m_block > rows_.begin) return {block.head, block.m_block - 1};
+    return {block.head + 1, rows_.end - 1};
+  }
+
+ private:
+  int first_head_, end_head_;
+  BlockRange rows_;
+};
+
+// A block's index among all: that of its statistics and its sums of dQ.
+CUTE_DEVICE int64_t index_of(const BwdParams& params, TileCoord tile, QueryBlock block) {
+  return (int64_t{tile.batch} * params.heads_q + block.head) * params.m_blocks + block.m_block;
+}
+
+}  // namespace flash_cute::sm90

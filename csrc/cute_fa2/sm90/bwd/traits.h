@@ -1,0 +1,135 @@
+// The types of one SM90 backward kernel: tile shapes, the matrix products of a warpgroup and the
+// shared-memory layouts that TMA writes and wgmma reads.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/element.h"
+#include "host/params.h"
+#include "sm90/hopper.h"
+#include "tiles/bwd_sm90.h"
+
+namespace flash_cute::sm90 {
+
+template <DType kDType, BwdConfigSm90 kConfig_>
+struct BwdTraits {
+  using Element = ElementOf<kDType>;
+
+  static constexpr BwdConfigSm90 kConfig = kConfig_;
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kHeadDimV = kConfig.head_dim_v;
+  static constexpr int kBlockM = kConfig.kBlockM;
+  static constexpr int kBlockN = kConfig.block_n();
+  static constexpr int kConsumers = kConfig.consumers;
+  static constexpr int kConsumerKeys = kConfig.kConsumerKeys;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr int kDsStages = kConfig.kDsStages;
+  static constexpr int kDqConsumers = kConfig.dq_consumers;
+  static constexpr int kDqColumns = kConfig.dq_columns();
+  static constexpr int kThreads = kConfig.threads();
+  static constexpr int kMinCtas = 1;
+  static_assert(kConsumers == 2 || kConsumers == 3);
+
+  template <int kRows, int kColumns>
+  using Tile = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>;
+  using ShapeK = Tile<kBlockN, kHeadDim>;
+  using ShapeV = Tile<kBlockN, kHeadDimV>;
+  using ShapeQ = Tile<kBlockM, kHeadDim>;
+  using ShapeDout = Tile<kBlockM, kHeadDimV>;
+  using ShapeDs = Tile<kBlockM, kBlockN>;
+  // Of a consumer.
+  using ShapeSt = Tile<kConsumerKeys, kBlockM>;
+  using ShapeDk = Tile<kConsumerKeys, kHeadDim>;
+  using ShapeDv = Tile<kConsumerKeys, kHeadDimV>;
+  using ShapeDq = Tile<kBlockM, kDqColumns>;
+
+  // S^T = K Q^T and dP^T = V dO^T, for the consumer's keys. So P^T and dS^T are where dV += P^T dO
+  // and dK += dS^T Q take them: in registers. dQ = dS K takes dS of all consumers, from shared
+  // memory.
+  static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
+  static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
+  using MmaSt = decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kBlockM>{}));
+  using MmaDk = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kHeadDim>{}));
+  using MmaDv = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kHeadDimV>{}));
+  using MmaDq =
+      decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kDqColumns, kMajorMN, kMajorMN>{}));
+  static_assert(cute::tile_size<1>(MmaDk{}) == kHeadDim &&
+                cute::tile_size<1>(MmaDv{}) == kHeadDimV);
+
+  // Shared-memory rows are cut into strips, as those of the forward. A tile is read by rows, and
+  // transposed: the same elements as (columns, rows), a strip's rows first, then the next strip.
+  static constexpr int kStrip = FwdConfigSm90::strip(kHeadDim);    // of Q and K
+  static constexpr int kStripV = FwdConfigSm90::strip(kHeadDimV);  // of V and dO
+  static constexpr int kStripDs = FwdConfigSm90::strip(kBlockM);   // of dS^T
+  static_assert(kDqColumns % kStrip == 0);
+  template <cute::SM90::GMMA::Major kMajor, int kColumns>
+  using SmemAtom =
+      std::conditional_t<kColumns == 64, cute::SM90::GMMA::Layout_SW128_Atom<Element, kMajor>,
+                         cute::SM90::GMMA::Layout_SW64_Atom<Element, kMajor>>;
+  template <class Shape, int kColumns>
+  using ByRows = decltype(cute::tile_to_shape(SmemAtom<kMajorK, kColumns>{}, Shape{}));
+  template <class Shape, int kColumns>
+  using Transposed =
+      decltype(cute::tile_to_shape(SmemAtom<kMajorMN, kColumns>{}, cute::select<1, 0>(Shape{}),
+                                   cute::Step<cute::_2, cute::_1>{}));
+  // dS^T is stored by rows of a warp. The layout gives offsets of elements, as the forward's of O.
+  using SmemLayoutDst = decltype(cute::as_position_independent_swizzle_layout(
+      ByRows<Tile<kConsumerKeys / 4, kStripDs>, kStripDs>{}));
+
+  // Tiles as wgmma sees them, (1, 1, K / 16): descriptors, the same for all threads of a consumer.
+  static CUTE_DEVICE auto fragment_k(Element* tile, int consumer) {  // its rows
+    return MmaSt{}.get_slice(0).partition_fragment_A(cute::local_tile(
+        at<ByRows<ShapeK, kStrip>>(tile), ShapeDk{}, cute::make_coord(consumer, 0)));
+  }
+  static CUTE_DEVICE auto fragment_v(Element* tile, int consumer) {
+    return MmaSt{}.get_slice(0).partition_fragment_A(cute::local_tile(
+        at<ByRows<ShapeV, kStripV>>(tile), ShapeDv{}, cute::make_coord(consumer, 0)));
+  }
+  static CUTE_DEVICE auto fragment_q(Element* tile) {
+    return MmaSt{}.get_slice(0).partition_fragment_B(at<ByRows<ShapeQ, kStrip>>(tile));
+  }
+  static CUTE_DEVICE auto fragment_dout(Element* tile) {
+    return MmaSt{}.get_slice(0).partition_fragment_B(at<ByRows<ShapeDout, kStripV>>(tile));
+  }
+  static CUTE_DEVICE auto fragment_qt(Element* tile) {
+    return MmaDk{}.get_slice(0).partition_fragment_B(at<Transposed<ShapeQ, kStrip>>(tile));
+  }
+  static CUTE_DEVICE auto fragment_doutt(Element* tile) {
+    return MmaDv{}.get_slice(0).partition_fragment_B(at<Transposed<ShapeDout, kStripV>>(tile));
+  }
+  static CUTE_DEVICE auto fragment_ds(Element* tile) {
+    return MmaDq{}.get_slice(0).partition_fragment_A(
+        at<Transposed<Tile<kBlockN, kBlockM>, kStripDs>>(tile));
+  }
+  static CUTE_DEVICE auto fragment_kt(Element* tile, int consumer) {  // its columns of dQ
+    return MmaDq{}.get_slice(0).partition_fragment_B(
+        cute::local_tile(at<Transposed<ShapeK, kStrip>>(tile), Tile<kDqColumns, kBlockN>{},
+                         cute::make_coord(consumer, 0)));
+  }
+
+  // Barriers as in the forward.
+  struct SharedMemory {
+    alignas(1024) Element k[cute::size(ShapeK{})];
+    alignas(1024) Element v[cute::size(ShapeV{})];
+    alignas(1024) Element q[kStages][cute::size(ShapeQ{})];
+    alignas(1024) Element dout[kStages][cute::size(ShapeDout{})];
+    alignas(1024) Element ds[kDsStages][cute::size(ShapeDs{})];  // as (keys, query rows)
+    alignas(128) RowGradStats stats[kStages][kBlockM];           // comes and goes with Q
+    int ticket;
+    hopper::Barrier k_full;
+    hopper::Barrier v_full;
+    hopper::Barrier q_full[kStages];
+    hopper::Barrier q_empty[kStages];
+    hopper::Barrier dout_full[kStages];
+    hopper::Barrier dout_empty[kStages];
+  };
+  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
+
+ private:
+  template <class Layout>
+  static CUTE_DEVICE auto at(Element* tile) {
+    return cute::make_tensor(cute::make_smem_ptr(tile), Layout{});
+  }
+};
+
+}  // namespace flash_cute::sm90
