@@ -25,7 +25,7 @@ void add(emulator::Session& session, const BwdWorkspace& workspace, const BwdPla
   add_part("workspace.dk", workspace.dk, rows_k * plan.head_dim);
   add_part("workspace.dv", workspace.dv, rows_k * plan.head_dim);
   add_part("workspace.tickets", workspace.tickets, 1);
-  add_part("workspace.added", workspace.added, blocks_q * plan.dq_parts);
+  add_part("workspace.added", workspace.added, blocks_q);
 }
 
 }  // namespace

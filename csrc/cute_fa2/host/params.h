@@ -104,18 +104,17 @@ struct alignas(8) RowGradStats {
 
 // What the kernels of a backward hand on. Tiles are as the plan's: rows are padded to whole blocks,
 // columns to the tile's head dim. dQ, dK and dV are sums in fp32, without the scale, in the order
-// of a tile's accumulators (sm80/bwd/accumulator.h, sm90/bwd/sums.h).
+// of a tile's accumulators (sm80/bwd/accumulator.h).
 struct BwdWorkspace {
   RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m)
   float* dq;  // (batch, heads_q, m_blocks, a tile); null where one key block has all keys, and dQ
               // is stored
   float* dk;  // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;  // likewise
-  // Where dQ's sums are in order: how many tiles have been taken, and of each part of a block of dq
-  // how many key blocks have been added. Else null.
+  // Where dQ's sums are in order: how many tiles have been taken, and of each block of dq how many
+  // key blocks have been added. Else null.
   int* tickets;
-  int* added;    // (batch, heads_q, m_blocks, dq_parts)
-  int dq_parts;  // each is added by threads of its own
+  int* added;  // (batch, heads_q, m_blocks)
 };
 
 struct BwdParams : AttentionParams {

@@ -73,8 +73,7 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   workspace.dk = memory.take<float>(split_rows * plan.head_dim);
   workspace.dv = memory.take<float>(split_rows * plan.head_dim);
   workspace.tickets = memory.take<int>(in_order ? 1 : 0);
-  workspace.added = memory.take<int>(in_order ? blocks_q * plan.dq_parts : 0);
-  workspace.dq_parts = plan.dq_parts;
+  workspace.added = memory.take<int>(in_order ? blocks_q : 0);
   return workspace;
 }
 
@@ -108,7 +107,6 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
   plan.block_m = config.block_m;
   plan.block_n = config.block_n;
-  plan.dq_parts = 1;
   finish(plan, params, overrides, device, config.stores_dq());
   return plan;
 }
@@ -145,7 +143,6 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   const BwdConfigSm90& config = kBwdTilesSm90[plan.tile];
   plan.block_m = config.kBlockM;
   plan.block_n = config.block_n();
-  plan.dq_parts = config.dq_consumers;
   finish(plan, params, overrides, device, /*dq_is_whole=*/true);
   if (encode_tensor_maps) {
     plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);

@@ -38,7 +38,6 @@ struct BwdPlan {
   int tile;                  // index of the entry in the arch's tile table
   int block_m;
   int block_n;
-  int dq_parts;    // of a tile's dQ, each added by threads of its own
   bool stores_dq;  // at once: one block has all keys
   int m_blocks;
   int n_blocks;

@@ -80,8 +80,7 @@ struct PreprocessKernel {
       for (int i = 4 * thread; i < size; i += 4 * Traits::kThreads) store_zeros(sums + i);
     }
     if (params.workspace.tickets && thread == 0) {
-      const int parts = params.workspace.dq_parts;
-      for (int i = 0; i < parts; ++i) params.workspace.added[block * parts + i] = 0;
+      params.workspace.added[block] = 0;
       if (block == 0) *params.workspace.tickets = 0;
     }
   }

@@ -21,6 +21,18 @@ class SharedOperand {
     low = platform::warp_uniform(static_cast<int>(low));
   }
 
+  // The same, where the first tile begins at `address`, in units of 16 bytes: of the fragment's,
+  // only the layout counts. So several operands can have one address in a register.
+  CUTE_DEVICE SharedOperand(const Fragment& fragment, uint32_t address) : first_(fragment.data()) {
+    uint32_t& low = first_.desc_.reg32_[0];
+    low = (low & ~kAddress) | address;
+  }
+
+  // The address of a fragment, in units of 16 bytes.
+  static CUTE_DEVICE uint32_t address_of(const Fragment& fragment) {
+    return fragment.data().desc_.reg32_[0] & kAddress;
+  }
+
   // fragment(_, _, k) of a tile, (1, 1). A 64-bit sum is one instruction (UIADD3.64), but where
   // both operands are in shared memory (`kOfTwo`) ptxas makes four of it.
   template <bool kOfTwo>
@@ -37,6 +49,8 @@ class SharedOperand {
   }
 
  private:
+  static constexpr uint32_t kAddress = 0x3fff;  // these bits of the lower word
+
   cute::SM90::GMMA::DescriptorIterator first_;
 };
 

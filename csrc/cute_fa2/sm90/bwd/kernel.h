@@ -48,8 +48,8 @@ struct BwdKernel {
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.producer_registers()>();
+      const TileCoord tile = tile_of(arguments, smem);
       if (hopper::is_first_thread()) {
-        const TileCoord tile = tile_of(arguments, smem);
         const Sequence sequence(params, tile.batch);
         BwdProducer<Traits>(arguments, tile, sequence, smem).run(walk(arguments, tile, sequence));
       }

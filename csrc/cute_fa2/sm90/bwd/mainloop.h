@@ -51,14 +51,9 @@ class BwdMainloop {
         smem_(smem),
         consumer_(consumer),
         key0_(tile.m_block * kBlockN + consumer * Traits::kConsumerKeys),
-        k_operand_(Traits::fragment_k(smem.k, consumer)),
-        v_operand_(Traits::fragment_v(smem.v, consumer)),
-        q_operand_(Traits::fragment_q(smem.q[0])),
-        dout_operand_(Traits::fragment_dout(smem.dout[0])),
-        qt_operand_(Traits::fragment_qt(smem.q[0])),
-        doutt_operand_(Traits::fragment_doutt(smem.dout[0])),
-        ds_operand_(Traits::fragment_ds(smem.ds[0])),
-        kt_operand_(Traits::fragment_kt(smem.k, consumer < kDqConsumers ? consumer : 0)) {}
+        address_(platform::warp_uniform(
+            static_cast<int>(Operand<decltype(Traits::fragment_q(nullptr))>::address_of(
+                Traits::fragment_q(smem.q[0]))))) {}
 
   // Leaves the sums in tdKrdK ((2, 2, kHeadDim / 8), 1, 1) and tdVrdV ((2, 2, kHeadDimV / 8), 1,
   // 1).
@@ -88,9 +83,9 @@ class BwdMainloop {
     auto tSrDs = make_tensor(recast_ptr<Element>(ds_words.data()), tSrS.layout());
 
     smem_.q_full[stage_.stage].wait(stage_.parity);  // Q and the statistics have arrived
-    gemm_ss<Traits::kHeadDim>(MmaSt{}, k_operand_, 0, q_operand_, stage_.stage, tSrS);
+    gemm_ss<Traits::kHeadDim>(MmaSt{}, k_operand(), q_operand(), tSrS);
     smem_.dout_full[stage_.stage].wait(stage_.parity);  // dO has arrived
-    gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand_, 0, dout_operand_, stage_.stage, tSrDp);
+    gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
 
     hopper::wgmma_wait<1>();  // S is complete
     warpgroup_fence_operand(tSrS);
@@ -101,7 +96,7 @@ class BwdMainloop {
     to_score_gradients(tSrS, tSrDp);
     convert_to_words<Element>(tSrDp, ds_words);
 
-    gemm_rs(typename Traits::MmaDv{}, tSrP, doutt_operand_, tdVrdV);
+    gemm_rs(typename Traits::MmaDv{}, tSrP, doutt_operand(), tdVrdV);
     store_shared(ds_words);
     // dS is there, of all consumers. All are done with the dQ before, whose dS may be overwritten
     // in the next step.
@@ -109,8 +104,8 @@ class BwdMainloop {
     hopper::named_barrier_sync(kDsBarrier, kConsumers);
     if constexpr (kDqConsumers == kConsumers) {
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeDq{});
-      gemm_ss<kBlockN>(MmaDq{}, ds_operand_, ds_stage_, kt_operand_, 0, tdQrdQ);
-      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand_, tdKrdK);
+      gemm_ss<kBlockN>(MmaDq{}, ds_operand(), kt_operand(), tdQrdQ);
+      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
       hopper::wgmma_wait<1>();  // dV and dQ are complete
       warpgroup_fence_operand(tdVrdV);
       warpgroup_fence_operand(tdQrdQ);
@@ -120,7 +115,7 @@ class BwdMainloop {
       warpgroup_fence_operand(tdKrdK);
       consumer_release(smem_.q_empty[stage_.stage]);
     } else {
-      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand_, tdKrdK);
+      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
       hopper::wgmma_wait<1>();  // dV is complete
       warpgroup_fence_operand(tdVrdV);
       consumer_release(smem_.dout_empty[stage_.stage]);
@@ -129,7 +124,7 @@ class BwdMainloop {
       consumer_release(smem_.q_empty[stage_.stage]);
       if (consumer_ < kDqConsumers) {
         auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeDq{});
-        gemm_ss<kBlockN>(MmaDq{}, ds_operand_, ds_stage_, kt_operand_, 0, tdQrdQ);
+        gemm_ss<kBlockN>(MmaDq{}, ds_operand(), kt_operand(), tdQrdQ);
         hopper::wgmma_wait<0>();  // dQ is complete
         warpgroup_fence_operand(tdQrdQ);
         add_dq(block, tdQrdQ);
@@ -139,16 +134,55 @@ class BwdMainloop {
     ds_stage_ ^= 1;
   }
 
+  // -- products ----------------------------------------------------------------------------------
+
+  // The operand `fragment` at `first` in shared memory. All operands have their addresses from one
+  // register.
+  template <class Fragment>
+  using Operand = SharedOperand<Fragment, 0>;
+  template <class Fragment>
+  CUTE_DEVICE auto operand(const Fragment& fragment, const Element* first) const {
+    const auto chunks = (first - smem_.q[0]) * static_cast<int>(sizeof(Element)) / 16;
+    return Operand<Fragment>(fragment, static_cast<uint32_t>(address_ + static_cast<int>(chunks)));
+  }
+  CUTE_DEVICE auto k_operand() const {
+    return operand(Traits::fragment_k(smem_.k),
+                   smem_.k + consumer_ * Traits::kConsumerKeys * Traits::kStrip);
+  }
+  CUTE_DEVICE auto v_operand() const {
+    return operand(Traits::fragment_v(smem_.v),
+                   smem_.v + consumer_ * Traits::kConsumerKeys * Traits::kStripV);
+  }
+  CUTE_DEVICE auto q_operand() const {
+    return operand(Traits::fragment_q(smem_.q[0]), smem_.q[stage_.stage]);
+  }
+  CUTE_DEVICE auto dout_operand() const {
+    return operand(Traits::fragment_dout(smem_.dout[0]), smem_.dout[stage_.stage]);
+  }
+  CUTE_DEVICE auto qt_operand() const {
+    return operand(Traits::fragment_qt(smem_.q[0]), smem_.q[stage_.stage]);
+  }
+  CUTE_DEVICE auto doutt_operand() const {
+    return operand(Traits::fragment_doutt(smem_.dout[0]), smem_.dout[stage_.stage]);
+  }
+  CUTE_DEVICE auto ds_operand() const {
+    return operand(Traits::fragment_ds(smem_.ds[0]), smem_.ds[ds_stage_]);
+  }
+  CUTE_DEVICE auto kt_operand() const {  // the columns of this consumer's part of dQ
+    return operand(Traits::fragment_kt(smem_.k),
+                   smem_.k + (kDqConsumers > 1 ? consumer_ : 0) * Traits::kDqColumns * kBlockN);
+  }
+
   // C = A B, asynchronously, over kDepth.
   template <int kDepth, class Mma, class A, class B, class C>
-  CUTE_DEVICE void gemm_ss(Mma mma, const A& a, int a_tile, const B& b, int b_tile, C& rC) {
+  CUTE_DEVICE void gemm_ss(Mma mma, const A& a, const B& b, C& rC) {
     using namespace cute;
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     warpgroup_fence_operand(rC);
     hopper::wgmma_fence();
     CUTE_UNROLL
     for (int k = 0; k < kDepth / 16; ++k) {
-      gemm(mma, a.template descriptor<true>(a_tile, k), b.template descriptor<true>(b_tile, k), rC);
+      gemm(mma, a.template descriptor<true>(0, k), b.template descriptor<true>(0, k), rC);
       mma.accumulate_ = GMMA::ScaleOut::One;
     }
     hopper::wgmma_commit();
@@ -164,7 +198,7 @@ class BwdMainloop {
     hopper::wgmma_fence();
     CUTE_UNROLL
     for (int k = 0; k < kBlockM / 16; ++k) {
-      gemm(mma, rA(_, _, k), b.template descriptor<false>(stage_.stage, k), rC);
+      gemm(mma, rA(_, _, k), b.template descriptor<true>(0, k), rC);
     }
     hopper::wgmma_commit();
   }
@@ -268,20 +302,21 @@ class BwdMainloop {
           hopper::thread_in_warpgroup());
       return;
     }
-    const int64_t part = index_of(params_, tile_, block) * kDqConsumers + consumer_;
-    float* const sums = workspace.dq + part * size(typename Traits::ShapeDq{});
+    const int64_t index = index_of(params_, tile_, block);
+    float* const sums =
+        workspace.dq + (index * kDqConsumers + consumer_) * size(typename Traits::ShapeDq{});
     if (!workspace.tickets) return WarpgroupSums::add_to(sums, tdQrdQ);
-    int* const added = workspace.added + part;
-    const bool is_first = hopper::thread_in_warpgroup() == 0;
+    int* const added = workspace.added + index;
+    const bool is_first = consumer_ == 0 && hopper::thread_in_warpgroup() == 0;
     if (is_first) {
       const int row_end = cute::min(row0 + kBlockM, sequence_.len_q);
       const int turn = tile_.m_block - mask_.visible_blocks(row0, row_end, kBlockN).begin;
       platform::wait_for_turn(added, turn);
     }
-    hopper::named_barrier_sync(kTurnBarrier + consumer_, 1);  // it is this part's turn
+    hopper::named_barrier_sync(kTurnBarrier, kDqConsumers);  // it is this CTA's turn
     WarpgroupSums::add_to(sums, tdQrdQ);
     platform::publish();
-    hopper::named_barrier_sync(kTurnBarrier + consumer_, 1);  // all threads have added
+    hopper::named_barrier_sync(kTurnBarrier, kDqConsumers);  // all threads have added
     if (is_first) platform::pass_turn(added);
   }
 
@@ -300,17 +335,8 @@ class BwdMainloop {
   const Sequence& sequence_;
   SharedMemory& smem_;
   int consumer_;
-  int key0_;  // the consumer's first
-  SharedOperand<decltype(Traits::fragment_k(nullptr, 0)), sizeof SharedMemory::k> k_operand_;
-  SharedOperand<decltype(Traits::fragment_v(nullptr, 0)), sizeof SharedMemory::v> v_operand_;
-  SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0]> q_operand_;
-  SharedOperand<decltype(Traits::fragment_dout(nullptr)), sizeof SharedMemory::dout[0]>
-      dout_operand_;
-  SharedOperand<decltype(Traits::fragment_qt(nullptr)), sizeof SharedMemory::q[0]> qt_operand_;
-  SharedOperand<decltype(Traits::fragment_doutt(nullptr)), sizeof SharedMemory::dout[0]>
-      doutt_operand_;
-  SharedOperand<decltype(Traits::fragment_ds(nullptr)), sizeof SharedMemory::ds[0]> ds_operand_;
-  SharedOperand<decltype(Traits::fragment_kt(nullptr, 0)), sizeof SharedMemory::k> kt_operand_;
+  int key0_;     // the consumer's first
+  int address_;  // of smem_.q, as SharedOperand counts
   State stage_;  // of Q and dO
   int ds_stage_ = 0;
 };

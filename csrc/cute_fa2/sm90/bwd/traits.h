@@ -77,13 +77,14 @@ struct BwdTraits {
       ByRows<Tile<kConsumerKeys / 4, kStripDs>, kStripDs>{}));
 
   // Tiles as wgmma sees them, (1, 1, K / 16): descriptors, the same for all threads of a consumer.
-  static CUTE_DEVICE auto fragment_k(Element* tile, int consumer) {  // its rows
-    return MmaSt{}.get_slice(0).partition_fragment_A(cute::local_tile(
-        at<ByRows<ShapeK, kStrip>>(tile), ShapeDk{}, cute::make_coord(consumer, 0)));
+  // K and V are those of the first consumer.
+  static CUTE_DEVICE auto fragment_k(Element* tile) {
+    return MmaSt{}.get_slice(0).partition_fragment_A(
+        first<ShapeDk>(at<ByRows<ShapeK, kStrip>>(tile)));
   }
-  static CUTE_DEVICE auto fragment_v(Element* tile, int consumer) {
-    return MmaSt{}.get_slice(0).partition_fragment_A(cute::local_tile(
-        at<ByRows<ShapeV, kStripV>>(tile), ShapeDv{}, cute::make_coord(consumer, 0)));
+  static CUTE_DEVICE auto fragment_v(Element* tile) {
+    return MmaSt{}.get_slice(0).partition_fragment_A(
+        first<ShapeDv>(at<ByRows<ShapeV, kStripV>>(tile)));
   }
   static CUTE_DEVICE auto fragment_q(Element* tile) {
     return MmaSt{}.get_slice(0).partition_fragment_B(at<ByRows<ShapeQ, kStrip>>(tile));
@@ -101,10 +102,9 @@ struct BwdTraits {
     return MmaDq{}.get_slice(0).partition_fragment_A(
         at<Transposed<Tile<kBlockN, kBlockM>, kStripDs>>(tile));
   }
-  static CUTE_DEVICE auto fragment_kt(Element* tile, int consumer) {  // its columns of dQ
+  static CUTE_DEVICE auto fragment_kt(Element* tile) {
     return MmaDq{}.get_slice(0).partition_fragment_B(
-        cute::local_tile(at<Transposed<ShapeK, kStrip>>(tile), Tile<kDqColumns, kBlockN>{},
-                         cute::make_coord(consumer, 0)));
+        first<Tile<kDqColumns, kBlockN>>(at<Transposed<ShapeK, kStrip>>(tile)));
   }
 
   // Barriers as in the forward.
@@ -126,6 +126,10 @@ struct BwdTraits {
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
  private:
+  template <class Shape, class Tensor>
+  static CUTE_DEVICE auto first(const Tensor& tile) {
+    return cute::local_tile(tile, Shape{}, cute::make_coord(0, 0));
+  }
   template <class Layout>
   static CUTE_DEVICE auto at(Element* tile) {
     return cute::make_tensor(cute::make_smem_ptr(tile), Layout{});
