@@ -43,8 +43,8 @@ std::string Cta::run(int index) {
   for (Warp& warp : warps_) warp.runnable = ~0u;
   random_ = (launch_.seed + 1) * 0x9e3779b97f4a7c15u ^ (index + 1) * 0xd1342543de82ef95u;
   alive_ = launch_.threads;
-  has_turn_ = false;
-  turn_begun_ = Epoch();
+  turns_.clear();
+  had_turn_ = false;
   const auto nothing = std::make_shared<News>(clock_entries());
   for (int i = 0; i < launch_.threads; ++i) {
     Thread& thread = threads_[i];
@@ -61,6 +61,7 @@ std::string Cta::run(int index) {
     thread.copies.clear();
     thread.tma_store_group = 0;
     thread.added = thread.published = Epoch();
+    thread.turn = nullptr;
     thread.wgmmas_in_flight = false;
   }
   resume(*next());
@@ -223,20 +224,24 @@ void Cta::begin_turn(Thread& thread, const int* counter, int turn, const void* c
     if (!wrong.empty()) emulator::fail(thread, code, "%s", wrong.c_str());
   }
   for (const Thread& other : threads_) {
-    if (!other.added) continue;
+    if (!other.added || other.turn) continue;
     emulator::fail(thread, code, "begins a turn after thread %d has added to a sum", other.index);
   }
-  has_turn_ = true;
-  turn_begun_ = thread.clocks.epoch();
+  turns_[counter] = thread.clocks.epoch();
+  had_turn_ = true;
 }
 
 void Cta::add_in_turn(Thread& thread, const void* code) {
   thread.added = thread.clocks.epoch();
-  if (!turn_begun_) return;
-  if (!has_turn_) emulator::fail(thread, code, "adds to a sum after its CTA's turn");
-  if (!thread.clocks.ordered(turn_begun_)) {
-    emulator::fail(thread, code, "adds to a sum in its CTA's turn with no barrier in between");
+  thread.turn = nullptr;
+  if (!had_turn_) return;
+  for (const auto& [counter, begun] : turns_) {
+    if (thread.clocks.ordered(begun)) thread.turn = counter;
   }
+  if (thread.turn) return;
+  emulator::fail(thread, code,
+                 turns_.empty() ? "adds to a sum after its CTA's turn"
+                                : "adds to a sum in its CTA's turn with no barrier in between");
 }
 
 void Cta::check_sum(const Thread& thread, const void* address, int bytes, const void* code) const {
@@ -254,8 +259,11 @@ void Cta::add(Thread& thread, float* sums, std::span<const float> x, const void*
 }
 
 void Cta::end_turn(Thread& thread, int* counter, const void* code) {
-  if (!has_turn_) emulator::fail(thread, code, "passes a turn that its CTA has not waited for");
+  if (!turns_.contains(counter)) {
+    emulator::fail(thread, code, "passes a turn that its CTA has not waited for");
+  }
   for (Thread& other : threads_) {
+    if (other.turn != counter) continue;
     if (tma.adds(other)) {
       emulator::fail(thread, code, "passes its turn, but thread %d has not waited for its sums",
                      other.index);
@@ -270,8 +278,9 @@ void Cta::end_turn(Thread& thread, int* counter, const void* code) {
                      "between",
                      other.index);
     }
+    other.turn = nullptr;
   }
-  has_turn_ = false;
+  turns_.erase(counter);
   launch_.turns->pass(counter);
 }
 

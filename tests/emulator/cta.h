@@ -61,7 +61,8 @@ struct Thread {
   int64_t copy_group;         // the one that its copies join until the next commit
   std::deque<PendingCopy> copies;
   int64_t tma_store_group;  // likewise, of its TMA stores
-  Epoch added, published;   // what it last added in its CTA's turn, until it has published that
+  Epoch added, published;   // what it last added in a turn, until it has published that
+  const int* turn;          // the counter of that turn
   bool wgmmas_in_flight;    // which may read and write its registers at any time
 };
 
@@ -107,7 +108,8 @@ class Cta {
   void wake(Thread& thread) { warps_[thread.index / 32].runnable |= 1u << thread.index % 32; }
   void yield(Thread& thread) { switch_from(thread); }
 
-  // For the running thread: turns of the CTA, and what its threads add in them.
+  // For the running thread: turns that threads of the CTA have, and what they add in them. A thread
+  // adds in the turn that began before, as barriers tell it.
   void begin_turn(Thread& thread, const int* counter, int turn, const void* code);
   void add_in_turn(Thread& thread, const void* code);
   void add(Thread& thread, float* sums, std::span<const float> x, const void* code);
@@ -160,8 +162,8 @@ class Cta {
   std::map<int, Barrier> barriers_;
   size_t warp_ = 0;  // the one that runs
   int alive_ = 0;
-  bool has_turn_ = false;
-  Epoch turn_begun_;  // the last one
+  std::map<const int*, Epoch> turns_;  // by counter: when it began
+  bool had_turn_ = false;
   uint64_t random_ = 0;
   boost::context::detail::fcontext_t scheduler_ = nullptr;
   std::string failure_;

@@ -5,14 +5,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulator import Emulator
 from support import BANDS, LAYOUTS, LENGTHS, poisoned, random_call, rising_inputs
 from support import random_inputs as random_inputs_of
 from test_emulated_counts import BWD
+
+from flash_cute import ops
 
 BF16 = torch.bfloat16
 MASKS = False, True
 BOTH_MASKS = pytest.mark.parametrize("is_causal", MASKS, ids=["full", "causal"])
 SMALL_SMEM = 101376  # of one CTA, in bytes: what sm_86 lends
+BWD_SM90 = [t for t in ops.build_info()["tiles"] if (t["arch"], t["op"]) == ("sm90", "bwd")]
+
+
+@pytest.fixture(params=[80, 0], ids=["sm80", "sm90 where it serves"])
+def kernels(request, library):
+    return Emulator(library, request.param)
+
+
+def small_tiles(kernels):
+    """sm80's for little shared memory, for more blocks of keys. sm90 has one for each head dim."""
+    return {"smem_limit": SMALL_SMEM} if kernels.arch == 80 else {}
 
 
 def random_inputs(*sizes, dtype=BF16, **options):
@@ -21,7 +35,7 @@ def random_inputs(*sizes, dtype=BF16, **options):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("name", BWD)
-def test_every_tile(sm80, name, is_causal):
+def test_every_tile_of_sm80(sm80, name, is_causal):
     """Of ragged blocks, two of queries and two of keys."""
     tile, smem_limit = BWD[name]
     len_q, len_k, head_dim = tile["block_m"] + 5, tile["block_n"] + 9, tile["head_dim"]
@@ -31,54 +45,65 @@ def test_every_tile(sm80, name, is_causal):
 
 
 @BOTH_MASKS
+@pytest.mark.parametrize("tile", BWD_SM90, ids=lambda tile: tile["head_dim"])
+def test_every_tile_of_sm90(sm90, tile, is_causal):
+    """Of ragged blocks: stages and dS's buffers are used again, in two heads of a group."""
+    len_q, len_k, head_dim = 5 * tile["block_m"] + 5, tile["block_n"] + 9, tile["head_dim"]
+    for dtype in (BF16, torch.float16) if head_dim == 64 else (BF16,):
+        inputs = random_inputs(1, 2, len_q, head_dim, heads_kv=1, len_k=len_k, dtype=dtype)
+        for seed in range(3):
+            sm90.check_backward(*inputs, is_causal, has_dlse=True, head_splits=1, seed=seed)
+
+
+@BOTH_MASKS
 @pytest.mark.parametrize("head_dim", [1, 20, 40, 72, 100, 136, 200])
-def test_head_dims(sm80, head_dim, is_causal):
+def test_head_dims(kernels, head_dim, is_causal):
     for len_k in (20, 140):  # one block of keys, and several
         inputs = random_inputs(1, 1, 70, head_dim, len_k=len_k)
-        sm80.check_backward(*inputs, is_causal, smem_limit=SMALL_SMEM)
+        kernels.check_backward(*inputs, is_causal, **small_tiles(kernels))
 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("len_q, len_k", LENGTHS)
-def test_lengths(sm80, len_q, len_k, is_causal):
+def test_lengths(kernels, len_q, len_k, is_causal):
     inputs = random_inputs(1, 2, len_q, 64, len_k=len_k)
-    sm80.check_backward(*inputs, is_causal, has_dlse=True)
+    kernels.check_backward(*inputs, is_causal, has_dlse=True)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window_left, window_right, diagonal_offset", BANDS)
-def test_bands(sm80, window_left, window_right, diagonal_offset, deterministic):
+def test_bands(kernels, window_left, window_right, diagonal_offset, deterministic):
     """Those in order wait for the right number of earlier blocks, or wait for ever."""
     band = {"window_left": window_left, "window_right": window_right}
     options = {"diagonal_offset": diagonal_offset, "deterministic": deterministic, **band}
     for len_q, len_k in [(129, 300), (400, 150)]:
         inputs = random_inputs(1, 1, len_q, 64, len_k=len_k)
-        sm80.check_backward(*inputs, has_dlse=True, smem_limit=SMALL_SMEM, **options, seed=1)
+        kernels.check_backward(*inputs, has_dlse=True, **small_tiles(kernels), **options, seed=1)
 
 
-def test_rows_without_a_key_and_keys_without_a_row_get_zeros(sm80):
+def test_rows_without_a_key_and_keys_without_a_row_get_zeros(kernels):
     inputs = random_inputs(1, 2, 400, 64, len_k=300)
     for options in ({}, {"deterministic": True}, {"head_splits": 2}):
         band = {"window_right": 0, "diagonal_offset": -250}  # row i sees keys up to i - 250
-        (dq, dk, dv), _ = sm80.check_backward(*inputs, **band, **options, has_dlse=True)
+        (dq, dk, dv), _ = kernels.check_backward(*inputs, **band, **options, has_dlse=True)
         assert torch.all(dq[:, :, :250] == 0) and torch.all(dq[:, :, 251:].abs().amax(-1) > 0)
         assert all(torch.all(dx[:, :, 150:] == 0) for dx in (dk, dv))
 
 
 @pytest.mark.parametrize("head_splits", [1, 2, 3])
 @pytest.mark.parametrize("heads, heads_kv", [(2, 2), (6, 2), (7, 1)])
-def test_groups_of_heads(sm80, heads, heads_kv, head_splits):
+def test_groups_of_heads(kernels, heads, heads_kv, head_splits):
     for is_causal, head_dim in ((True, 64), (False, 40)):
         inputs = random_inputs(2, heads, 70, head_dim, heads_kv=heads_kv, len_k=150)
         options = {"head_splits": head_splits, "deterministic": is_causal, "seed": head_splits}
-        sm80.check_backward(*inputs, is_causal, **options, smem_limit=SMALL_SMEM)
+        kernels.check_backward(*inputs, is_causal, **options, **small_tiles(kernels))
 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-3, 1e-42, 3.0, 100.0, 500.0])
-def test_scales(sm80, scale, is_causal):
+def test_scales(kernels, scale, is_causal):
     for len_k in (50, 200):
-        gradients, _ = sm80.check_backward(
+        gradients, _ = kernels.check_backward(
             *random_inputs(1, 1, 70, 64, len_k=len_k), is_causal, scale
         )
         assert scale != 0 or not any(dx.any() for dx in gradients[:2])
@@ -86,28 +111,28 @@ def test_scales(sm80, scale, is_causal):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("len_k", [1, 129, 300])
-def test_scores_far_below_zero(sm80, len_k, is_causal):
+def test_scores_far_below_zero(kernels, len_k, is_causal):
     """Below -89, where e^-lse is infinite: a key past the last must not count as a score of 0."""
     q, k, v = rising_inputs(1, 1, 150, 64, len_k=len_k, dtype=BF16)
-    gradients, _ = sm80.check_backward(*map(poisoned, (3 * q, 30 * k, v)), is_causal)
+    gradients, _ = kernels.check_backward(*map(poisoned, (3 * q, 30 * k, v)), is_causal)
     assert all(dx.isfinite().all() for dx in gradients)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(sm80, layout):
+def test_layouts(kernels, layout):
     for head_dim in (64, 20):
         inputs = random_inputs_of(2, 3, 70, head_dim, heads_kv=3, len_k=150, dtype=BF16)
-        sm80.check_backward(*(poisoned(x, **LAYOUTS[layout]) for x in inputs), True)
+        kernels.check_backward(*(poisoned(x, **LAYOUTS[layout]) for x in inputs), True)
 
 
 @pytest.mark.parametrize("smem_limit", [0, SMALL_SMEM])
 @BOTH_MASKS
-def test_order_of_sums(sm80, is_causal, smem_limit):
+def test_order_of_sums(kernels, is_causal, smem_limit):
     """Only dQ's sums may come in any order, and not where they are asked for in order."""
     inputs = random_inputs(1, 2, 150, 64, heads_kv=1, len_k=600, dtype=torch.float16)
     in_order, in_any = (
         [
-            sm80.check_backward(
+            kernels.check_backward(
                 *inputs, is_causal, deterministic=deterministic, seed=seed, smem_limit=smem_limit
             )[0]
             for seed in range(5)
@@ -121,10 +146,12 @@ def test_order_of_sums(sm80, is_causal, smem_limit):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_random_calls(sm80, seed):
+def test_random_calls(kernels, seed):
     inputs, call = random_call(seed, BF16)
     if inputs[1].shape[2] == 0:
         pytest.skip("the op answers without a kernel")
     options = {"multiprocessors": [1, 2, 5][seed % 3], "head_splits": [0, 1, 2][seed % 3]}
-    options |= {"deterministic": seed % 2, "smem_limit": [0, 166912, SMALL_SMEM][seed // 3 % 3]}
-    sm80.check_backward(*inputs, **call, **options, has_dlse=True, seed=seed)
+    options["deterministic"] = seed % 2
+    if kernels.arch == 80:
+        options["smem_limit"] = [0, 166912, SMALL_SMEM][seed // 3 % 3]
+    kernels.check_backward(*inputs, **call, **options, has_dlse=True, seed=seed)

@@ -19,10 +19,9 @@ struct GradientPlace {
   int columns;
 };
 
-// Writes factor x accumulator to the rows from `row0` and the columns from `column0` on. `thread`
-// is that of the tiled MMA.
+// Writes factor x accumulator to the rows from `row0` on. `thread` is that of the tiled MMA.
 template <class Element, class TiledMma, class Shape, class Accumulator>
-CUTE_DEVICE void store_gradient(const GradientPlace& place, int row0, int column0, float factor,
+CUTE_DEVICE void store_gradient(const GradientPlace& place, int row0, float factor,
                                 Accumulator& accumulator, unsigned thread) {
   using namespace cute;
   const auto gradient = as_matrix(accumulator);  // (rows, columns)
@@ -39,7 +38,7 @@ CUTE_DEVICE void store_gradient(const GradientPlace& place, int row0, int column
     Element* const to = first + row * view.stride_row;
     CUTE_UNROLL
     for (int c = 0; c < size<1>(gradient); c += 2) {
-      const int column = column0 + static_cast<int>(get<1>(at(r, c)));
+      const int column = get<1>(at(r, c));
       if (column >= place.columns) continue;
       auto pair = make_tensor<float>(_2{});  // of columns that lie together
       pair(0) = factor * gradient(r, c);     // fault: bwd-scale

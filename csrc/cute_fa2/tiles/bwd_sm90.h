@@ -11,15 +11,14 @@ struct BwdConfigSm90 {
   int head_dim;    // bucket of Q and K: serves head dims up to this one
   int head_dim_v;  // bucket of V and O
   int consumers;
-  int stages;        // blocks of Q and dO in shared memory
-  int dq_consumers;  // consumers that compute dQ: each has some of its columns
+  int stages;  // blocks of Q and dO in shared memory
 
   static constexpr int kBlockM = 64;        // rows of dQ's product
   static constexpr int kConsumerKeys = 64;  // rows of a warpgroup's other products
   static constexpr int kDsStages = 2;       // blocks of dS in shared memory
 
   constexpr int block_n() const { return consumers * kConsumerKeys; }
-  constexpr int dq_columns() const { return head_dim / dq_consumers; }
+
   constexpr int threads() const { return (consumers + 1) * 128; }
   // As FwdConfigSm90's.
   constexpr int launch_registers() const { return 65536 / threads() / 8 * 8; }
@@ -41,11 +40,11 @@ struct BwdConfigSm90 {
 
 // A call gets the entry of its head dim. Those without one run on sm80's kernels.
 inline constexpr BwdConfigSm90 kBwdTilesSm90[] = {
-    // head_dim, head_dim_v, consumers, stages, dq_consumers
-    {32, 32, 3, 2, 1},
-    {64, 64, 3, 2, 1},
-    {96, 96, 2, 2, 1},
-    {128, 128, 2, 2, 2},
+    // head_dim, head_dim_v, consumers, stages
+    {32, 32, 3, 2},
+    {64, 64, 3, 2},
+    {96, 96, 2, 2},
+    {128, 128, 2, 2},
 };
 
 // The index of the entry that serves `head_dim` (a bucket), or -1.

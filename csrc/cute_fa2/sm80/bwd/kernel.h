@@ -59,10 +59,10 @@ struct BwdKernel {
     };
     using Element = typename Traits::Element;
     store_gradient<Element, typename Traits::TiledMmaDkv, typename Traits::ShapeK>(
-        place(params.dk, params.head_dim), row0, 0, params.scale.scale, tdKrdK,
+        place(params.dk, params.head_dim), row0, params.scale.scale, tdKrdK,
         platform::thread_index());
     store_gradient<Element, typename Traits::TiledMmaDkv, typename Traits::ShapeV>(
-        place(params.dv, params.head_dim_v), row0, 0, 1.f, tdVrdV, platform::thread_index());
+        place(params.dv, params.head_dim_v), row0, 1.f, tdVrdV, platform::thread_index());
   }
 
  private:
@@ -112,7 +112,7 @@ struct ConvertKernel {
                                  arguments.columns};
     constexpr int kRows = decltype(size<0>(Shape{}))::value;
     store_gradient<typename BwdTraits::Element, TiledMma, Shape>(
-        place, block * kRows, 0, arguments.factor, sum, platform::thread_index());
+        place, block * kRows, arguments.factor, sum, platform::thread_index());
   }
 };
 

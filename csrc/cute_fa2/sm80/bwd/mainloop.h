@@ -290,7 +290,7 @@ class BwdMainloop {
     if (stores_dq()) {
       const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
                                    sequence_.first_q, sequence_.len_q, params_.head_dim};
-      store_gradient<Element, TiledMmaDq, ShapeQ>(place, row0, 0, params_.scale.scale, tdQrdQ,
+      store_gradient<Element, TiledMmaDq, ShapeQ>(place, row0, params_.scale.scale, tdQrdQ,
                                                   thread_);
       return;
     }

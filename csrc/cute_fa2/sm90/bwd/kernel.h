@@ -101,16 +101,16 @@ struct BwdKernel {
     };
     using Element = typename Traits::Element;
     store_gradient<Element, typename Traits::MmaDk, ShapeDk>(
-        place(params.dk, params.head_dim), row0, 0, params.scale.scale, tdKrdK, thread);
+        place(params.dk, params.head_dim), row0, params.scale.scale, tdKrdK, thread);
     store_gradient<Element, typename Traits::MmaDv, ShapeDv>(place(params.dv, params.head_dim_v),
-                                                             row0, 0, 1.f, tdVrdV, thread);
+                                                             row0, 1.f, tdVrdV, thread);
   }
 };
 
 // Sums of fp32 to gradients: of dQ, and of dK and dV where CTAs share the heads of a group. A tile
-// has kParts parts, each the accumulator of a warpgroup, `Shape`: side by side along its rows, or
-// along its columns. A CTA for each tile, a warpgroup for each part.
-template <class Element, class TiledMma, class Shape, int kParts, bool kAlongRows>
+// has the rows of kParts accumulators, each `Shape`. A CTA for each tile, a warpgroup for each
+// part.
+template <class Element, class TiledMma, class Shape, int kParts>
 struct ConvertKernel {
   struct Traits {
     static constexpr int kThreads = kParts * hopper::kWarpgroup;
@@ -145,9 +145,7 @@ struct ConvertKernel {
     const GradientPlace place = {arguments.gradient, batch, head, 0, arguments.rows,
                                  arguments.columns};
     constexpr int kRows = decltype(size<0>(Shape{}))::value;
-    constexpr int kColumns = decltype(size<1>(Shape{}))::value;
-    const int row0 = kAlongRows ? (block * kParts + part) * kRows : block * kRows;
-    store_gradient<Element, TiledMma, Shape>(place, row0, kAlongRows ? 0 : part * kColumns,
+    store_gradient<Element, TiledMma, Shape>(place, (block * kParts + part) * kRows,
                                              arguments.factor, sum, hopper::thread_in_warpgroup());
   }
 };

@@ -34,18 +34,17 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   run_grid<BwdKernel<Traits, kMask>>(arguments, plan.order.tiles(), device, stream);
   const float scale = params.scale.scale;
   if (params.workspace.dq) {
-    launch_convert<ConvertKernel<Element, typename Traits::MmaDq, typename Traits::ShapeDq,
-                                 Traits::kDqConsumers, false>>(
+    launch_convert<ConvertKernel<Element, typename Traits::MmaDq, typename Traits::ShapeQ, 1>>(
         params.dq, params.workspace.dq, params, 1, params.heads_q, params.m_blocks, params.len_q,
         params.head_dim, scale, device, stream);
   }
   if (params.workspace.dk) {
     launch_convert<ConvertKernel<Element, typename Traits::MmaDk, typename Traits::ShapeDk,
-                                 Traits::kConsumers, true>>(
+                                 Traits::kConsumers>>(
         params.dk, params.workspace.dk, params, plan.head_splits, heads_kv, n_blocks, params.len_k,
         params.head_dim, scale, device, stream);
     launch_convert<ConvertKernel<Element, typename Traits::MmaDv, typename Traits::ShapeDv,
-                                 Traits::kConsumers, true>>(
+                                 Traits::kConsumers>>(
         params.dv, params.workspace.dv, params, plan.head_splits, heads_kv, n_blocks, params.len_k,
         params.head_dim_v, 1.f, device, stream);
   }

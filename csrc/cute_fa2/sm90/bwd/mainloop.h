@@ -36,7 +36,6 @@ class BwdMainloop {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
-  static constexpr int kDqConsumers = Traits::kDqConsumers;
 
  public:
   using TileMask = Mask<kMask, UnpackedRows>;
@@ -97,41 +96,33 @@ class BwdMainloop {
     convert_to_words<Element>(tSrDp, ds_words);
 
     gemm_rs(typename Traits::MmaDv{}, tSrP, doutt_operand(), tdVrdV);
+    smem_.ds_empty[ds_.stage].wait(ds_.parity ^ 1);  // dS of two steps before has been read
     store_shared(ds_words);
-    // dS is there, of all consumers. All are done with the dQ before, whose dS may be overwritten
-    // in the next step.
+    // Visible to wgmma, once all lanes are here.
     hopper::fence_async_proxy();
-    hopper::named_barrier_sync(kDsBarrier, kConsumers);
-    if constexpr (kDqConsumers == kConsumers) {
-      auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeDq{});
-      gemm_ss<kBlockN>(MmaDq{}, ds_operand(), kt_operand(), tdQrdQ);
-      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
-      hopper::wgmma_wait<1>();  // dV and dQ are complete
-      warpgroup_fence_operand(tdVrdV);
-      warpgroup_fence_operand(tdQrdQ);
-      consumer_release(smem_.dout_empty[stage_.stage]);
-      add_dq(block, tdQrdQ);
-      hopper::wgmma_wait<0>();  // dK is complete
-      warpgroup_fence_operand(tdKrdK);
-      consumer_release(smem_.q_empty[stage_.stage]);
-    } else {
-      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
-      hopper::wgmma_wait<1>();  // dV is complete
-      warpgroup_fence_operand(tdVrdV);
-      consumer_release(smem_.dout_empty[stage_.stage]);
-      hopper::wgmma_wait<0>();  // dK is complete
-      warpgroup_fence_operand(tdKrdK);
-      consumer_release(smem_.q_empty[stage_.stage]);
-      if (consumer_ < kDqConsumers) {
-        auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeDq{});
-        gemm_ss<kBlockN>(MmaDq{}, ds_operand(), kt_operand(), tdQrdQ);
-        hopper::wgmma_wait<0>();  // dQ is complete
-        warpgroup_fence_operand(tdQrdQ);
-        add_dq(block, tdQrdQ);
-      }
-    }
+    hopper::sync_warp();
+    arrive(smem_.ds_full[ds_.stage]);
+    gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
+    hopper::wgmma_wait<1>();  // dV is complete
+    warpgroup_fence_operand(tdVrdV);
+    arrive(smem_.dout_empty[stage_.stage]);
+    hopper::wgmma_wait<0>();  // dK is complete
+    warpgroup_fence_operand(tdKrdK);
+    arrive(smem_.q_empty[stage_.stage]);
     stage_.advance();
-    ds_stage_ ^= 1;
+
+    // The consumers compute dQ in turns. The others go on to the next block meanwhile.
+    if (dq_consumer_ == consumer_) {
+      auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
+      smem_.ds_full[ds_.stage].wait(ds_.parity);  // dS is there, of all consumers
+      gemm_ss<kBlockN>(MmaDq{}, ds_operand(), kt_operand(), tdQrdQ);
+      hopper::wgmma_wait<0>();  // dQ is complete
+      warpgroup_fence_operand(tdQrdQ);
+      arrive(smem_.ds_empty[ds_.stage]);
+      add_dq(block, tdQrdQ);
+    }
+    if (++dq_consumer_ == kConsumers) dq_consumer_ = 0;
+    ds_.advance();
   }
 
   // -- products ----------------------------------------------------------------------------------
@@ -166,12 +157,9 @@ class BwdMainloop {
     return operand(Traits::fragment_doutt(smem_.dout[0]), smem_.dout[stage_.stage]);
   }
   CUTE_DEVICE auto ds_operand() const {
-    return operand(Traits::fragment_ds(smem_.ds[0]), smem_.ds[ds_stage_]);
+    return operand(Traits::fragment_ds(smem_.ds[0]), smem_.ds[ds_.stage]);
   }
-  CUTE_DEVICE auto kt_operand() const {  // the columns of this consumer's part of dQ
-    return operand(Traits::fragment_kt(smem_.k),
-                   smem_.k + (kDqConsumers > 1 ? consumer_ : 0) * Traits::kDqColumns * kBlockN);
-  }
+  CUTE_DEVICE auto kt_operand() const { return operand(Traits::fragment_kt(smem_.k), smem_.k); }
 
   // C = A B, asynchronously, over kDepth.
   template <int kDepth, class Mma, class A, class B, class C>
@@ -275,7 +263,7 @@ class BwdMainloop {
     const int warp = hopper::warp_in_warpgroup();
     const int lane = hopper::thread_in_warpgroup() % 32;
     Element* const rows =
-        smem_.ds[ds_stage_] + (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
+        smem_.ds[ds_.stage] + (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
     // Where this lane's chunk of columns 0 to 15 lies; `first ^ column` is that of later columns.
     const int first = typename Traits::SmemLayoutDst{}(lane % 16, lane / 16 * 8);
     CUTE_UNROLL
@@ -297,36 +285,33 @@ class BwdMainloop {
     if (!workspace.dq) {
       const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
                                    sequence_.first_q, sequence_.len_q, params_.head_dim};
-      store_gradient<Element, MmaDq, typename Traits::ShapeDq>(
-          place, row0, consumer_ * Traits::kDqColumns, params_.scale.scale, tdQrdQ,
-          hopper::thread_in_warpgroup());
+      store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
+          place, row0, params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
       return;
     }
     const int64_t index = index_of(params_, tile_, block);
-    float* const sums =
-        workspace.dq + (index * kDqConsumers + consumer_) * size(typename Traits::ShapeDq{});
+    float* const sums = workspace.dq + index * size(typename Traits::ShapeQ{});
     if (!workspace.tickets) return WarpgroupSums::add_to(sums, tdQrdQ);
     int* const added = workspace.added + index;
-    const bool is_first = consumer_ == 0 && hopper::thread_in_warpgroup() == 0;
+    const bool is_first = hopper::thread_in_warpgroup() == 0;
     if (is_first) {
       const int row_end = cute::min(row0 + kBlockM, sequence_.len_q);
       const int turn = tile_.m_block - mask_.visible_blocks(row0, row_end, kBlockN).begin;
       platform::wait_for_turn(added, turn);
     }
-    hopper::named_barrier_sync(kTurnBarrier, kDqConsumers);  // it is this CTA's turn
+    hopper::named_barrier_sync(kTurnBarrier + consumer_, 1);  // it is this tile's turn
     WarpgroupSums::add_to(sums, tdQrdQ);
     platform::publish();
-    hopper::named_barrier_sync(kTurnBarrier, kDqConsumers);  // all threads have added
+    hopper::named_barrier_sync(kTurnBarrier + consumer_, 1);  // all threads have added
     if (is_first) platform::pass_turn(added);
   }
 
-  // Each warp arrives for itself: it has read the stage.
-  static CUTE_DEVICE void consumer_release(hopper::Barrier& empty) {
-    if (hopper::is_first_lane()) empty.arrive();
+  // Each warp arrives for itself.
+  static CUTE_DEVICE void arrive(hopper::Barrier& barrier) {
+    if (hopper::is_first_lane()) barrier.arrive();
   }
 
-  // Barrier 0 is that of __syncthreads.
-  static constexpr int kDsBarrier = 1, kTurnBarrier = 2;
+  static constexpr int kTurnBarrier = 1;  // and one for each consumer; 0 is that of __syncthreads
 
   const BwdArguments& arguments_;
   const BwdParams& params_;
@@ -338,7 +323,8 @@ class BwdMainloop {
   int key0_;     // the consumer's first
   int address_;  // of smem_.q, as SharedOperand counts
   State stage_;  // of Q and dO
-  int ds_stage_ = 0;
+  typename BwdPipeline<Traits>::DsState ds_;
+  int dq_consumer_ = 0;  // whose turn it is to compute dQ
 };
 
 }  // namespace flash_cute::sm90

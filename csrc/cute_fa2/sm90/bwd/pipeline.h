@@ -1,5 +1,5 @@
 // The pipelines of shared-memory stages: through them the backward's producer hands blocks of Q and
-// dO to the consumers.
+// dO to the consumers, and the consumers hand dS to the one that computes dQ.
 #pragma once
 
 #include "sm90/hopper.h"
@@ -11,6 +11,7 @@ template <class Traits>
 struct BwdPipeline {
   using SharedMemory = typename Traits::SharedMemory;
   using State = PipelineState<Traits::kStages>;
+  using DsState = PipelineState<Traits::kDsStages>;
 
   static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
     constexpr int kWarps = Traits::kConsumers * hopper::kWarpgroup / 32;
@@ -21,6 +22,10 @@ struct BwdPipeline {
       smem.dout_full[stage].init(1);
       smem.q_empty[stage].init(kWarps);
       smem.dout_empty[stage].init(kWarps);
+    }
+    for (int stage = 0; stage < Traits::kDsStages; ++stage) {
+      smem.ds_full[stage].init(kWarps);
+      smem.ds_empty[stage].init(hopper::kWarpgroup / 32);
     }
   }
 };

@@ -24,8 +24,6 @@ struct BwdTraits {
   static constexpr int kConsumerKeys = kConfig.kConsumerKeys;
   static constexpr int kStages = kConfig.stages;
   static constexpr int kDsStages = kConfig.kDsStages;
-  static constexpr int kDqConsumers = kConfig.dq_consumers;
-  static constexpr int kDqColumns = kConfig.dq_columns();
   static constexpr int kThreads = kConfig.threads();
   static constexpr int kMinCtas = 1;
   static_assert(kConsumers == 2 || kConsumers == 3);
@@ -41,7 +39,6 @@ struct BwdTraits {
   using ShapeSt = Tile<kConsumerKeys, kBlockM>;
   using ShapeDk = Tile<kConsumerKeys, kHeadDim>;
   using ShapeDv = Tile<kConsumerKeys, kHeadDimV>;
-  using ShapeDq = Tile<kBlockM, kDqColumns>;
 
   // S^T = K Q^T and dP^T = V dO^T, for the consumer's keys. So P^T and dS^T are where dV += P^T dO
   // and dK += dS^T Q take them: in registers. dQ = dS K takes dS of all consumers, from shared
@@ -52,7 +49,7 @@ struct BwdTraits {
   using MmaDk = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kHeadDim>{}));
   using MmaDv = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kHeadDimV>{}));
   using MmaDq =
-      decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kDqColumns, kMajorMN, kMajorMN>{}));
+      decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kHeadDim, kMajorMN, kMajorMN>{}));
   static_assert(cute::tile_size<1>(MmaDk{}) == kHeadDim &&
                 cute::tile_size<1>(MmaDv{}) == kHeadDimV);
 
@@ -61,7 +58,6 @@ struct BwdTraits {
   static constexpr int kStrip = FwdConfigSm90::strip(kHeadDim);    // of Q and K
   static constexpr int kStripV = FwdConfigSm90::strip(kHeadDimV);  // of V and dO
   static constexpr int kStripDs = FwdConfigSm90::strip(kBlockM);   // of dS^T
-  static_assert(kDqColumns % kStrip == 0);
   template <cute::SM90::GMMA::Major kMajor, int kColumns>
   using SmemAtom =
       std::conditional_t<kColumns == 64, cute::SM90::GMMA::Layout_SW128_Atom<Element, kMajor>,
@@ -103,8 +99,7 @@ struct BwdTraits {
         at<Transposed<Tile<kBlockN, kBlockM>, kStripDs>>(tile));
   }
   static CUTE_DEVICE auto fragment_kt(Element* tile) {
-    return MmaDq{}.get_slice(0).partition_fragment_B(
-        first<Tile<kDqColumns, kBlockN>>(at<Transposed<ShapeK, kStrip>>(tile)));
+    return MmaDq{}.get_slice(0).partition_fragment_B(at<Transposed<ShapeK, kStrip>>(tile));
   }
 
   // Barriers as in the forward.
@@ -122,6 +117,8 @@ struct BwdTraits {
     hopper::Barrier q_empty[kStages];
     hopper::Barrier dout_full[kStages];
     hopper::Barrier dout_empty[kStages];
+    hopper::Barrier ds_full[kDsStages];
+    hopper::Barrier ds_empty[kDsStages];
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
