@@ -19,8 +19,7 @@ import pytest
 
 from flash_cute import ops
 
-#: The members of FwdConfigSm80, BwdConfigSm80 and FwdConfigSm90 (csrc/cute_fa2/tiles), the warp
-#: grids of the backward aside. The numbers in a kernel's mangled name have the same order.
+#: The members of the configurations in csrc/cute_fa2/tiles, the warp grids of sm80's backward aside. The numbers in a kernel's mangled name have the same order.
 CONFIG = {
     ("sm80", "fwd"): (
         *("head_dim", "head_dim_v", "block_m", "block_n"),
@@ -31,6 +30,7 @@ CONFIG = {
         *("head_dim", "head_dim_v", "consumers", "block_n"),
         *("stages", "q_stages", "ping_pong"),
     ),
+    ("sm90", "bwd"): ("head_dim", "head_dim_v", "consumers", "stages"),
 }
 #: Behind the configuration of sm90: whether the kernel is for split-KV.
 MANGLED = re.compile(r"sm[89]09([FB]wd)Kernel\S*[FB]wdConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?")
@@ -111,7 +111,7 @@ def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
     if op == "fwd" and arch == "sm80":
         row_warps = entry["warps"] // entry["column_warps"]
         entry = {**entry, "row_warps": row_warps, "pipelined_qk": entry["stages"] - 1}
-    return _tile(arch, op, {**entry, "consumers": entry["block_m"] // 64})
+    return _tile(arch, op, {**entry, "consumers": entry["warps"] // 4 - 1})
 
 
 def _tile(arch: str, op: str, config: dict[str, Any]) -> tuple[int, ...]:

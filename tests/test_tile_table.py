@@ -22,7 +22,7 @@ def entries_of(arch: str, op: str) -> list[Any]:
 
 
 SM80, SM90 = entries_of("sm80", "fwd"), entries_of("sm90", "fwd")
-BWD_SM80 = entries_of("sm80", "bwd")
+BWD_SM80, BWD_SM90 = entries_of("sm80", "bwd"), entries_of("sm90", "bwd")
 OPS_SM80 = {"fwd": SM80, "bwd": BWD_SM80}
 
 
@@ -41,7 +41,7 @@ def test_every_built_head_dim_has_entries() -> None:
     for entries in OPS_SM80.values():
         assert {entry["head_dim"] for entry in entries} == set(INFO["head_dims"]) != set()
         assert {entry["mask"] for entry in entries} == {"any"}
-    assert len(SM80) + len(SM90) + len(BWD_SM80) == len(INFO["tiles"])
+    assert len([*SM80, *SM90, *BWD_SM80, *BWD_SM90]) == len(INFO["tiles"])
     assert bool(SM90) == ("sm_90a" in INFO["archs"])
 
 
@@ -69,12 +69,14 @@ def test_sm80_entry(entry: dict[str, Any]) -> None:
     assert entry["max_registers"] * threads <= 65536
 
 
-@pytest.mark.parametrize("entry", SM90, ids=name_of)
+@pytest.mark.parametrize("entry", SM90 + BWD_SM90, ids=name_of)
 def test_sm90_entry(entry: dict[str, Any]) -> None:
     assert entry["ctas_per_sm"] == 1 and fits(entry, LIMITS["227 KB"])
-    # A consumer warpgroup has 4 warps and 64 rows; one more loads. wgmma is up to 256 keys wide.
-    consumers = entry["block_m"] // 64
-    assert entry["block_m"] == 64 * consumers and entry["warps"] == 4 * (consumers + 1)
+    # A consumer warpgroup has 4 warps and 64 rows, in a backward 64 keys; one more loads. wgmma is
+    # up to 256 keys wide.
+    rows = entry["block_m"] if entry["op"] == "fwd" else entry["block_n"]
+    consumers = rows // 64
+    assert rows == 64 * consumers and entry["warps"] == 4 * (consumers + 1)
     assert entry["block_n"] <= 256
     # What the launch gives to the threads is what they trade among them, in steps of 8 registers.
     launched = 128 * (consumers + 1) * entry["max_registers"]

@@ -12,6 +12,7 @@ struct BwdArguments {
   BwdParams params;
   TileDecoder decoder;  // as of the sm80 backward
   int heads_of_split;
+  int heads_kv;
 };
 
 }  // namespace flash_cute::sm90

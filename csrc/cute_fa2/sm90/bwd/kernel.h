@@ -88,7 +88,7 @@ struct BwdKernel {
     if (params.head_splits > 1) {
       const int64_t tiles = int64_t{tile.split} * params.batch + tile.batch;
       const int64_t index =
-          (tiles * params.heads_kv() + tile.head) * params.n_blocks + tile.m_block;
+          (tiles * arguments.heads_kv + tile.head) * params.n_blocks + tile.m_block;
       const int64_t part = index * Traits::kConsumers + consumer;
       WarpgroupSums::store_to(params.workspace.dk + part * size(ShapeDk{}), tdKrdK);
       WarpgroupSums::store_to(params.workspace.dv + part * size(ShapeDv{}), tdVrdV);

@@ -28,9 +28,9 @@ template <class Traits, MaskKind kMask>
 void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream) {
   using Element = typename Traits::Element;
   const int heads_kv = params.heads_kv(), n_blocks = params.n_blocks;
-  const BwdArguments arguments = {plan.tensor_maps, params,
-                                  TileDecoder(plan.order, heads_kv, params.batch),
-                                  static_cast<int>(ceil_div(params.group_size, plan.head_splits))};
+  const BwdArguments arguments = {
+      plan.tensor_maps, params, TileDecoder(plan.order, heads_kv, params.batch),
+      static_cast<int>(ceil_div(params.group_size, plan.head_splits)), heads_kv};
   run_grid<BwdKernel<Traits, kMask>>(arguments, plan.order.tiles(), device, stream);
   const float scale = params.scale.scale;
   if (params.workspace.dq) {
