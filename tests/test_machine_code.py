@@ -157,9 +157,10 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
     usage = sass.cuobjdump("-res-usage")
     found = re.findall(rf"Function \S*\d{kind}Kernel(\S*):\n(.*)", usage)
     assert all("STACK:0" in line and "LOCAL:0" in line for _, line in found)
-    if kind == "Convert":  # one or two for a tile of the backward, whose configuration they name
+    if kind == "Convert":  # one or two for a tile of sm80's backward, whose configuration they name
         config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+")
-        counts = Counter(config.findall(name)[0] for name, _ in found)
+        counts = Counter(tile for name, _ in found for tile in config.findall(name)[:1])
+        assert (counts.total() < len(found)) == ("sm_90a" in ARCHS)
         tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
         assert len(counts) == DTYPES * len(tiles)
         assert {count / len(codes) for count in counts.values()} <= {1, 2}
