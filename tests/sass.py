@@ -19,7 +19,8 @@ import pytest
 
 from flash_cute import ops
 
-#: The members of the configurations in csrc/cute_fa2/tiles, the warp grids of sm80's backward aside. The numbers in a kernel's mangled name have the same order.
+#: The members of the configurations in csrc/cute_fa2/tiles, the warp grids of sm80's backward
+#: aside. The numbers in a kernel's mangled name have the same order.
 CONFIG = {
     ("sm80", "fwd"): (
         *("head_dim", "head_dim_v", "block_m", "block_n"),
