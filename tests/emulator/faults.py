@@ -79,7 +79,15 @@ BACKWARD = [
     Fault("bwd-group", "step({first_head(), block.m_block}, stage, tdKrdK, tdVrdV);", WRONG),
     Fault("bwd-turn", "", "passes a turn that its CTA has not waited for"),
 ]
-FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD]
+BACKWARD_SM90 = [
+    Fault("bwd90-kv", "", READ),
+    Fault("bwd90-ds-empty", "", f"{RACE}|still reads"),
+    Fault("bwd90-ds-fence", "", "with no fence.proxy.async ahead"),
+    Fault("bwd90-ds-full", "", READ),
+    Fault("bwd90-staged", "", "still reads"),
+    Fault("bwd90-bulk-fence", "", "with no fence.proxy.async ahead"),
+]
+FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD, *BACKWARD_SM90]
 
 
 def plant(folder: str) -> None:

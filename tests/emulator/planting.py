@@ -17,21 +17,21 @@ if __name__ == "__main__":
 import torch
 from build_emulator import TESTED, build
 from emulator import Emulator
-from faults import BACKWARD, FAULTS, SM80, SM90, Fault
+from faults import BACKWARD, BACKWARD_SM90, FAULTS, SM80, SM90, Fault
 from support import poisoned, random_inputs, rising_inputs
 
 
 def what_catches(library: Path, fault: Fault | None) -> str:
     """The first objection to the kernels with this fault; nothing if there is none."""
-    sets = {"sm80": SM80, "sm90": SM90, "backward": BACKWARD}
+    sets = {"sm80": SM80, "sm90": SM90, "backward": BACKWARD, "backward of sm90": BACKWARD_SM90}
     names = [name for name, faults in sets.items() if fault in faults] or list(sets)
     for name in names:
         # One CTA at a time, so that it is always the same objection that comes first.
-        arch = 90 if name == "sm90" else 80
+        arch = 90 if name.endswith("sm90") else 80
         emulator = Emulator(library, arch, workers=1, multiprocessors=2)
         emulator.plant(FAULTS.index(fault) + 1 if fault else 0)
         try:
-            (run_backward_cases if name == "backward" else run_cases)(emulator)
+            (run_backward_cases if name.startswith("backward") else run_cases)(emulator)
         except AssertionError as error:  # of the machine, or of the comparison
             return f"{name}: {error}"
         finally:
@@ -69,7 +69,11 @@ def run_backward_cases(emulator: Emulator) -> None:
         emulator.check_backward(*map(poisoned, tensors), True, has_dlse=True, **options)
 
     check(2, 1, 150, 200, head_splits=1)  # several blocks of queries and of keys
-    check(2, 1, 150, 200, head_dim=192, smem_limit=101376, deterministic=True, seed=1)  # one stage
+    if emulator.arch == 80:  # one stage
+        check(2, 1, 150, 200, head_dim=192, smem_limit=101376, deterministic=True, seed=1)
+    else:
+        check(2, 1, 500, 500, head_dim=128, seed=1)
+        check(2, 1, 150, 500, deterministic=True, seed=1)
     check(3, 1, 100, 70, head_splits=2)  # one block of keys; rows without a key
 
 

@@ -28,7 +28,7 @@ SM90 = {
     f"{name_of(tile)}-{mask}": (tile, mask)
     for tile in ops.build_info()["tiles"]
     for mask in ("full", "banded")
-    if tile["arch"] == "sm90" and tile["mask"] in ("any", mask)
+    if (tile["arch"], tile["op"]) == ("sm90", "fwd") and tile["mask"] in ("any", mask)
 }
 
 

@@ -28,13 +28,15 @@ struct BwdConfigSm90 {
   }
   // Where one block has all keys, dQ is whole in a tile: it can be stored at once.
   constexpr bool stores_dq() const { return true; }
-  // K, V, Q and dO, dS; the rows' statistics, barriers and the ticket, in whole KB.
+  // K, V, Q and dO, dS, each consumer's dQ; the rows' statistics, barriers and the ticket, in whole
+  // KB.
   constexpr int smem_bytes(int element_bytes) const {
     const int kv = block_n() * (head_dim + head_dim_v);
     const int q_and_dout = stages * kBlockM * (head_dim + head_dim_v);
     const int ds = kDsStages * kBlockM * block_n();
     const int rest = stages * kBlockM * 8 + 128;
-    return (kv + q_and_dout + ds) * element_bytes + (rest + 1023) / 1024 * 1024;
+    const int dq = consumers * kBlockM * head_dim * 4;
+    return dq + (kv + q_and_dout + ds) * element_bytes + (rest + 1023) / 1024 * 1024;
   }
 };
 

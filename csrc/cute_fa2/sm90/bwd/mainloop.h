@@ -61,12 +61,13 @@ class BwdMainloop {
     cute::clear(tdKrdK);
     cute::clear(tdVrdV);
     if (walk.is_empty()) return;
-    smem_.k_full.wait(0);  // K has arrived
+    smem_.k_full.wait(0);  // K has arrived; fault: bwd90-kv
     smem_.v_full.wait(0);
     CUTE_NO_UNROLL
     for (QueryBlock block = walk.first(); walk.has(block); block = walk.next(block)) {
       step(block, tdKrdK, tdVrdV);
     }
+    WarpgroupSums::wait_until_read();
   }
 
  private:
@@ -96,31 +97,38 @@ class BwdMainloop {
     convert_to_words<Element>(tSrDp, ds_words);
 
     gemm_rs(typename Traits::MmaDv{}, tSrP, doutt_operand(), tdVrdV);
-    smem_.ds_empty[ds_.stage].wait(ds_.parity ^ 1);  // dS of two steps before has been read
+    // dS of two steps before has been read.
+    smem_.ds_empty[ds_.stage].wait(ds_.parity ^ 1);  // fault: bwd90-ds-empty
     store_shared(ds_words);
     // Visible to wgmma, once all lanes are here.
-    hopper::fence_async_proxy();
+    hopper::fence_async_proxy();  // fault: bwd90-ds-fence
     hopper::sync_warp();
     arrive(smem_.ds_full[ds_.stage]);
     gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
     hopper::wgmma_wait<1>();  // dV is complete
     warpgroup_fence_operand(tdVrdV);
     arrive(smem_.dout_empty[stage_.stage]);
-    hopper::wgmma_wait<0>();  // dK is complete
-    warpgroup_fence_operand(tdKrdK);
-    arrive(smem_.q_empty[stage_.stage]);
-    stage_.advance();
-
     // The consumers compute dQ in turns. The others go on to the next block meanwhile.
+    const auto release_q = [&] {
+      warpgroup_fence_operand(tdKrdK);
+      arrive(smem_.q_empty[stage_.stage]);
+    };
     if (dq_consumer_ == consumer_) {
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
-      smem_.ds_full[ds_.stage].wait(ds_.parity);  // dS is there, of all consumers
+      // dS is there, of all consumers.
+      smem_.ds_full[ds_.stage].wait(ds_.parity);  // fault: bwd90-ds-full
       gemm_ss<kBlockN>(MmaDq{}, ds_operand(), kt_operand(), tdQrdQ);
+      hopper::wgmma_wait<1>();  // dK is complete
+      release_q();
       hopper::wgmma_wait<0>();  // dQ is complete
       warpgroup_fence_operand(tdQrdQ);
       arrive(smem_.ds_empty[ds_.stage]);
       add_dq(block, tdQrdQ);
+    } else {
+      hopper::wgmma_wait<0>();  // dK is complete
+      release_q();
     }
+    stage_.advance();
     if (++dq_consumer_ == kConsumers) dq_consumer_ = 0;
     ds_.advance();
   }
@@ -291,7 +299,9 @@ class BwdMainloop {
     }
     const int64_t index = index_of(params_, tile_, block);
     float* const sums = workspace.dq + index * size(typename Traits::ShapeQ{});
-    if (!workspace.tickets) return WarpgroupSums::add_to(sums, tdQrdQ);
+    if (!workspace.tickets) {
+      return WarpgroupSums::bulk_add_to(sums, smem_.dq[consumer_], tdQrdQ);
+    }
     int* const added = workspace.added + index;
     const bool is_first = hopper::thread_in_warpgroup() == 0;
     if (is_first) {

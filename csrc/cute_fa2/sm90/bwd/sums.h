@@ -7,8 +7,9 @@
 
 namespace flash_cute::sm90 {
 
-// Sums lie in the order in which threads hold them: four elements of each thread of a warpgroup
-// side by side, then the next four. So 32 lanes touch 512 bytes.
+// Sums lie in the order in which threads hold them: warp by warp, four elements of each lane side
+// by side, then the next four. So 32 lanes touch 512 bytes, and the sums of a warp are in one
+// piece.
 struct WarpgroupSums {
   template <class Accumulator>
   static CUTE_DEVICE void add_to(float* part, const Accumulator& accumulator) {
@@ -17,6 +18,29 @@ struct WarpgroupSums {
                              accumulator(i + 3)};
       hopper::reduce_add(part + offset, four);
     });
+  }
+  // The same by a bulk copy, by way of `staged` in shared memory, which is as large.
+  template <class Accumulator>
+  static CUTE_DEVICE void bulk_add_to(float* part, float* staged, const Accumulator& accumulator) {
+    constexpr int kOfWarp = 32 * decltype(cute::size(accumulator))::value;
+    const int first = hopper::warp_in_warpgroup() * kOfWarp;
+    wait_until_read();  // fault: bwd90-staged
+    for_each_four(accumulator, [&](int i, int offset) {
+      cute::copy(Copy{}, cute::make_tensor(accumulator.data() + i, cute::Shape<cute::_4>{}),
+                 cute::make_tensor(cute::make_smem_ptr(staged + offset), cute::Shape<cute::_4>{}));
+    });
+    // Visible to the bulk copy, once all lanes are here.
+    hopper::fence_async_proxy();  // fault: bwd90-bulk-fence
+    hopper::sync_warp();
+    if (hopper::is_first_lane()) {
+      hopper::bulk_reduce_add(part + first, staged + first, kOfWarp * 4);
+      hopper::tma_store_commit();
+    }
+  }
+  // Until the bulk copies of this warp have read shared memory.
+  static CUTE_DEVICE void wait_until_read() {
+    if (hopper::is_first_lane()) hopper::tma_store_wait<0>();
+    hopper::sync_warp();
   }
   template <class Accumulator>
   static CUTE_DEVICE void store_to(float* part, const Accumulator& accumulator) {
@@ -44,10 +68,10 @@ struct WarpgroupSums {
   }
   template <class Accumulator, class F>
   static CUTE_DEVICE void for_each_four(const Accumulator& accumulator, F&& f) {
+    const int warp = hopper::warp_in_warpgroup(), lane = hopper::thread_in_warpgroup() % 32;
+    const int first = (warp * decltype(cute::size(accumulator))::value * 8 + lane) * 4;
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(accumulator); i += 4) {
-      f(i, i * hopper::kWarpgroup + 4 * hopper::thread_in_warpgroup());
-    }
+    for (int i = 0; i < cute::size(accumulator); i += 4) f(i, first + i * 32);
   }
 };
 

@@ -109,6 +109,7 @@ struct BwdTraits {
     alignas(1024) Element q[kStages][cute::size(ShapeQ{})];
     alignas(1024) Element dout[kStages][cute::size(ShapeDout{})];
     alignas(1024) Element ds[kDsStages][cute::size(ShapeDs{})];  // as (keys, query rows)
+    alignas(1024) float dq[kConsumers][cute::size(ShapeQ{})];    // on its way to the sums
     alignas(128) RowGradStats stats[kStages][kBlockM];           // comes and goes with Q
     int ticket;
     hopper::Barrier k_full;
