@@ -81,6 +81,11 @@ SECTIONS = (
         "bf16. Of the first 14 points the means come apart.",
         ("bwd", "bwd_h100"),
     ),
+    Section(
+        "Backward of the sm80 kernels",
+        "The same points on Hopper, before it had kernels of its own.",
+        ("bwd_sm80_h100",),
+    ),
     Section("Forward and backward", "At the same points.", ("fwdbwd", "fwdbwd_h100")),
     Section("All providers", "One shape.", ("peers",)),
     Section(
