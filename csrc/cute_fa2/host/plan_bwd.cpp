@@ -24,7 +24,9 @@ int choose_head_splits(const BwdParams& params, int64_t tiles, int multiprocesso
 // Tiles are taken from the first keys on: under a causal mask those have the most rows. And so a
 // block of dQ gets its sums in the order of the keys, each from a tile that was taken earlier.
 // Equal tiles need no order of heads but that of memory. Unequal ones go through several heads side
-// by side: as many as leave their Q, dO and dQ in two thirds of L2, or all if the tiles are few.
+// by side: as many as leave their Q, dO and dQ in two thirds of L2; on sm80 all if the tiles are
+// few; on sm90, which adds to dQ faster than memory takes it, four to eight
+// (notes/sm90_backward.md).
 TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
                       const DeviceProperties& device) {
   const int64_t columns = params.head_dim + params.head_dim_v;
@@ -33,7 +35,10 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
       rows * (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
   const int heads = params.heads_kv() * params.batch * plan.head_splits;
   const bool are_few = int64_t{heads} * plan.n_blocks < 8 * int64_t{device.multiprocessors};
-  const int64_t side_by_side = are_few ? heads : device.l2_bytes / 3 * 2 / head_bytes;
+  const int64_t in_l2 = device.l2_bytes / 3 * 2 / head_bytes;
+  const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
+                               : are_few                ? heads
+                                                        : in_l2;
   const int head_group =
       params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   return {.m_blocks = plan.n_blocks,

@@ -115,6 +115,7 @@ std::string plan(const std::string& request, const std::string& tuning) {
   if (r.backward != 0) {
     BwdParams params{};
     set_attention(params, r);
+    params.dout = dense_view<const void*>(nullptr, r.heads_q, r.len_q, params.head_dim_v);
     params.deterministic = r.deterministic != 0;
     return describe(plan_bwd(params, parse_bwd_overrides(tuning), device, nullptr), params, device);
   }
