@@ -54,15 +54,14 @@ class BwdMainloop {
             static_cast<int>(Operand<decltype(Traits::fragment_q(nullptr))>::address_of(
                 Traits::fragment_q(smem.q[0]))))) {}
 
-  // Leaves the sums in tdKrdK ((2, 2, kHeadDim / 8), 1, 1) and tdVrdV ((2, 2, kHeadDimV / 8), 1,
-  // 1).
+  // Leaves the sums in tdKrdK, ((2, 2, kHeadDim / 8), 1, 1), and tdVrdV, likewise of kHeadDimV.
   template <class Dk, class Dv>
   CUTE_DEVICE void run(const QueryWalk& walk, Dk& tdKrdK, Dv& tdVrdV) {
     cute::clear(tdKrdK);
     cute::clear(tdVrdV);
     if (walk.is_empty()) return;
     smem_.k_full.wait(0);  // K has arrived; fault: bwd90-kv
-    smem_.v_full.wait(0);
+    smem_.v_full.wait(0);  // so has V
     CUTE_NO_UNROLL
     for (QueryBlock block = walk.first(); walk.has(block); block = walk.next(block)) {
       step(block, tdKrdK, tdVrdV);
@@ -114,6 +113,7 @@ class BwdMainloop {
       arrive(smem_.q_empty[stage_.stage]);
     };
     if (dq_consumer_ == consumer_) {
+      // ((2, 2, kHeadDim / 8), 1, 1)
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
       // dS is there, of all consumers.
       smem_.ds_full[ds_.stage].wait(ds_.parity);  // fault: bwd90-ds-full
@@ -264,7 +264,7 @@ class BwdMainloop {
     }
   }
 
-  // dS^T to shared memory, by rows of 64 query rows.
+  // dS^T to shared memory: a row is a key, with kBlockM query rows.
   template <class Words>
   CUTE_DEVICE void store_shared(const Words& words) {
     constexpr int kWarpKeys = Traits::kConsumerKeys / 4;

@@ -15,15 +15,19 @@ struct BwdPipeline {
 
   static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
     constexpr int kWarps = Traits::kConsumers * hopper::kWarpgroup / 32;
-    smem.k_full.init(1);  // the producer, and the bytes that it expects
+    // Full: what TMA brought is visible to all consumers. The producer arrives, and the bytes.
+    smem.k_full.init(1);
     smem.v_full.init(1);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       smem.q_full[stage].init(1);
       smem.dout_full[stage].init(1);
+      // Empty: all warps of all consumers are done with the stage; the producer may fill it again.
       smem.q_empty[stage].init(kWarps);
       smem.dout_empty[stage].init(kWarps);
     }
     for (int stage = 0; stage < Traits::kDsStages; ++stage) {
+      // dS of all warps is visible to the wgmma of the consumer that computes dQ. Empty: that dQ is
+      // complete, and all consumers may write the stage again.
       smem.ds_full[stage].init(kWarps);
       smem.ds_empty[stage].init(hopper::kWarpgroup / 32);
     }

@@ -102,7 +102,7 @@ struct BwdTraits {
     return MmaDq{}.get_slice(0).partition_fragment_B(at<Transposed<ShapeK, kStrip>>(tile));
   }
 
-  // Barriers as in the forward.
+  // What the barriers mean: pipeline.h.
   struct SharedMemory {
     alignas(1024) Element k[cute::size(ShapeK{})];
     alignas(1024) Element v[cute::size(ShapeV{})];
