@@ -28,9 +28,6 @@ OPS: dict[str, dict[str, dict[str, str]]] = {
         "sm90": {"full": "MaskKind::kFull", "banded": "MaskKind::kBanded"},
     },
 }
-#: Larger head dims run on the kernels of sm80.
-BWD_SM90_HEAD_DIMS = (32, 64, 96, 128)
-
 #: The machine code of the SM90 kernels, which runs on compute capability 9.0 alone.
 SM90_CODE = "sm_90a"
 
@@ -72,8 +69,6 @@ def generate(
                 continue
             files = {"": list(kinds)} if arch == "sm80" else {f"_{k}": [k] for k in kinds}
             for head_dim in head_dims:
-                if (op, arch) == ("bwd", "sm90") and head_dim not in BWD_SM90_HEAD_DIMS:
-                    continue
                 for dtype, cpp_dtype in DTYPES.items():
                     for suffix, its_kinds in files.items():
                         of_op = f"const {op.title()}Plan&, const {op.title()}Params&"

@@ -48,6 +48,11 @@ class Barrier {
   uint64_t state_;  // its address is what the machine knows it by
 };
 
+constexpr int kArrivalsOfWarp = 1;
+EMULATED void arrive_of_warp(Barrier& barrier, bool /*after_accesses*/ = false) {
+  if (is_first_lane()) barrier.arrive();
+}
+
 EMULATED void fence_barrier_init() { emulator::fence_barrier_init(); }
 
 EMULATED void tma_load(const CUtensorMap& map, void* target, Barrier& arrival, int column,

@@ -86,6 +86,9 @@ BACKWARD_SM90 = [
     Fault("bwd90-ds-full", "", READ),
     Fault("bwd90-staged", "", "still reads"),
     Fault("bwd90-bulk-fence", "", "with no fence.proxy.async ahead"),
+    Fault("dq90-k", "", READ),
+    Fault("dkv90-weights-empty", "", f"{RACE}|{READ}"),
+    Fault("dkv90-weights-full", "", READ),
 ]
 FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD, *BACKWARD_SM90]
 

@@ -43,9 +43,9 @@ std::string build_info() {
   for (const BwdEntrySm80& entry : kBwdTilesSm80) {
     if (is_built(entry.config.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
   }
-  for (const BwdConfigSm90& config : kBwdTilesSm90) {
-    if (kSm90IsBuilt && is_built(config.head_dim))
-      append(tiles, as_json(config, DType::kHalf).str());
+  for (const BwdEntrySm90& entry : kBwdTilesSm90) {
+    if (kSm90IsBuilt && is_built(entry.head_dim()))
+      append(tiles, as_json(entry, DType::kHalf).str());
   }
   return JsonObject()
       .add("cuda_runtime", CUDART_VERSION)

@@ -62,7 +62,8 @@ JsonObject as_json(const BwdEntrySm80& entry, DType dtype) {
       .add("max_registers", entry.max_registers());
 }
 
-JsonObject as_json(const BwdConfigSm90& config, DType dtype) {
+JsonObject as_json(const BwdEntrySm90& entry, DType dtype) {
+  const BwdConfigSm90& config = entry.keys;
   return JsonObject()
       .add("arch", "sm90")
       .add("op", "bwd")
@@ -71,13 +72,28 @@ JsonObject as_json(const BwdConfigSm90& config, DType dtype) {
       .add("head_dim_v", config.head_dim_v)
       .add("block_m", config.kBlockM)
       .add("block_n", config.block_n())
-      .add("warps", config.threads() / 32)
+      .add("warps", config.roles().threads() / 32)
       .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
       .add("stages", config.stages)
       .add("ctas_per_sm", 1)
-      .add("max_registers", config.launch_registers())
-      .add("producer_registers", config.producer_registers())
-      .add("consumer_registers", config.consumer_registers());
+      .add("max_registers", config.roles().launch_registers())
+      .add("producer_registers", config.roles().producer_registers())
+      .add("consumer_registers", config.roles().consumer_registers())
+      .add("dq_block_m", entry.rows.block_m())
+      .add("dq_block_n", entry.rows.block_n)
+      .add("dq_smem_bytes", entry.rows.smem_bytes(bytes_of(dtype)));
+}
+
+const char* name_of(DqBy dq_by) {
+  switch (dq_by) {
+    case DqBy::kTile:
+      return "tile";
+    case DqBy::kSums:
+      return "sums";
+    case DqBy::kOwnKernel:
+      return "own kernel";
+  }
+  __builtin_unreachable();
 }
 
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device) {
@@ -118,6 +134,7 @@ std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceP
   return json.add("kernel_mask", params.is_full() ? "full" : "banded")
       .add("m_blocks", plan.m_blocks)
       .add("n_blocks", plan.n_blocks)
+      .add("dq_by", name_of(plan.dq_by))
       .add("head_splits", plan.head_splits)
       .add("head_group", plan.order.head_group)
       .add("ctas", ctas)

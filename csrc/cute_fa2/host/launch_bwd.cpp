@@ -2,7 +2,6 @@
 
 #include "generated/variants.inc"
 #include "static_switch.h"
-#include "tiles/bwd_sm90.h"
 
 namespace flash_cute {
 
@@ -18,7 +17,7 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
       mask_switch(params.mask, [&](auto mask) {
         if (plan.arch == Arch::kSm80) {
           launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
-        } else if constexpr (kSm90IsBuilt && select_bwd_sm90(head_dim()) >= 0) {
+        } else if constexpr (kSm90IsBuilt) {
           launch_bwd_sm90<dtype(), head_dim(), mask()>(plan, params, device, stream);
         }
       });

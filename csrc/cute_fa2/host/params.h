@@ -107,8 +107,7 @@ struct alignas(8) RowGradStats {
 // of a tile's accumulators (sm80/bwd/accumulator.h).
 struct BwdWorkspace {
   RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m)
-  float* dq;  // (batch, heads_q, m_blocks, a tile); null where one key block has all keys, and dQ
-              // is stored
+  float* dq;            // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
   float* dk;  // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;  // likewise
   // Where dQ's sums are in order: how many tiles have been taken, and of each block of dq how many
@@ -125,7 +124,7 @@ struct BwdParams : AttentionParams {
   TensorView<void*> dq;           // as q
   TensorView<void*> dk;           // as k
   TensorView<void*> dv;           // as v
-  bool deterministic;             // dQ is summed in order
+  bool deterministic;             // dQ is summed in an order
 
   int m_blocks;  // of block_m rows, and
   int n_blocks;  // of block_n keys, as the plan's tile has them

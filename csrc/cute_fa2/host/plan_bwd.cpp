@@ -49,6 +49,27 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
           .before_last = 0};
 }
 
+// Tiles of query rows, as those of a forward: from the last rows to the first, which under a causal
+// mask have the fewest keys; unequal ones through as many heads side by side as leave their K and V
+// in two thirds of L2.
+TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
+                         const DeviceProperties& device) {
+  const int64_t columns = params.head_dim + params.head_dim_v;
+  const int64_t kv_head_bytes = std::max<int64_t>(params.len_k, 1) * columns * bytes_of(params.dtype);
+  const int heads = params.heads_q * params.batch;
+  const int64_t side_by_side = device.l2_bytes / 3 * 2 / kv_head_bytes * params.group_size;
+  const int head_group =
+      params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
+  const int m_blocks = static_cast<int>(ceil_div(params.len_q, config.block_m()));
+  check_grid(int64_t{heads} * m_blocks);
+  return {.m_blocks = m_blocks,
+          .heads = heads,
+          .head_group = head_group,
+          .first_head_group = (heads - 1) % head_group + 1,
+          .ascending = false,
+          .before_last = 0};
+}
+
 // Hands out parts of a workspace, each 16-byte aligned; without memory it counts alone.
 class Allocator {
  public:
@@ -70,11 +91,11 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
   const int64_t rows_q = blocks_q * plan.block_m;
   const int64_t rows_k = int64_t{params.batch} * params.heads_kv() * plan.n_blocks * plan.block_n;
-  const bool in_order = !plan.stores_dq && params.deterministic;
+  const bool in_order = plan.dq_by == DqBy::kSums && params.deterministic;
   const int64_t split_rows = plan.head_splits > 1 ? plan.head_splits * rows_k : 0;
   BwdWorkspace workspace;
   workspace.stats = memory.take<RowGradStats>(rows_q);
-  workspace.dq = memory.take<float>(plan.stores_dq ? 0 : rows_q * plan.head_dim);
+  workspace.dq = memory.take<float>(plan.dq_by == DqBy::kSums ? rows_q * plan.head_dim : 0);
   workspace.dk = memory.take<float>(split_rows * plan.head_dim);
   workspace.dv = memory.take<float>(split_rows * plan.head_dim);
   workspace.tickets = memory.take<int>(in_order ? 1 : 0);
@@ -82,12 +103,15 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   return workspace;
 }
 
-// The rest of a plan, once its tile is known. `dq_is_whole`: the tile can store a whole dQ.
-void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& overrides,
-            const DeviceProperties& device, bool dq_is_whole) {
+// The blocks of a plan, once its tile is known.
+void count_blocks(BwdPlan& plan, const BwdParams& params) {
   plan.m_blocks = static_cast<int>(ceil_div(params.len_q, plan.block_m));
   plan.n_blocks = static_cast<int>(ceil_div(params.len_k, plan.block_n));
-  plan.stores_dq = dq_is_whole && plan.n_blocks == 1;
+}
+
+// The rest of a plan, once it is known where dQ comes from.
+void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& overrides,
+            const DeviceProperties& device) {
   const int64_t tiles = int64_t{params.batch} * params.heads_kv() * plan.n_blocks;
   plan.head_splits = choose_head_splits(params, std::max<int64_t>(tiles, 1), device.multiprocessors,
                                         overrides.head_splits);
@@ -112,7 +136,9 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
   plan.block_m = config.block_m;
   plan.block_n = config.block_n;
-  finish(plan, params, overrides, device, config.stores_dq());
+  count_blocks(plan, params);
+  plan.dq_by = config.stores_dq() && plan.n_blocks == 1 ? DqBy::kTile : DqBy::kSums;
+  finish(plan, params, overrides, device);
   return plan;
 }
 
@@ -122,7 +148,6 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
-  if (select_bwd_sm90(built_head_dim(p)) < 0) return "head dims above 128 have no sm90 tile";
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
   if (why_not.empty()) {
@@ -145,10 +170,17 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   plan.why_not_sm90 = why_not_sm90(params, overrides, device);
   if (!plan.why_not_sm90.empty()) return plan;
   plan.tile = select_bwd_sm90(plan.head_dim);
-  const BwdConfigSm90& config = kBwdTilesSm90[plan.tile];
-  plan.block_m = config.kBlockM;
-  plan.block_n = config.block_n();
-  finish(plan, params, overrides, device, /*dq_is_whole=*/true);
+  const BwdEntrySm90& entry = kBwdTilesSm90[plan.tile];
+  plan.block_m = entry.keys.kBlockM;
+  plan.block_n = entry.keys.block_n();
+  count_blocks(plan, params);
+  // Sums in memory are in any order.
+  const bool one_pass = entry.keys.is_one_pass();
+  plan.dq_by = one_pass && plan.n_blocks == 1            ? DqBy::kTile
+               : one_pass && !params.deterministic ? DqBy::kSums
+                                                         : DqBy::kOwnKernel;
+  if (plan.dq_by == DqBy::kOwnKernel) plan.dq_order = order_dq_tiles(params, entry.rows, device);
+  finish(plan, params, overrides, device);
   if (encode_tensor_maps) {
     plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
   }

@@ -25,11 +25,16 @@ BwdOverrides parse_bwd_overrides(const std::string& text);
 
 // How TMA knows the tensors of a call (sm90/tensor_map.h).
 struct BwdTensorMaps {
-  CUtensorMap q;     // boxes of (block_m, a strip of the head dim)
-  CUtensorMap dout;  // likewise
-  CUtensorMap k;     // boxes of (block_n, a strip)
-  CUtensorMap v;     // likewise
+  static constexpr int kRows = 64;  // of a box, with a strip of the head dim
+  CUtensorMap q;
+  CUtensorMap dout;
+  CUtensorMap k;
+  CUtensorMap v;
 };
+
+// Where dQ comes from. kTile: a tile of keys has all keys, and stores dQ. kSums: tiles of keys add
+// their parts in memory. kOwnKernel: tiles of query rows (sm90).
+enum class DqBy { kTile, kSums, kOwnKernel };
 
 struct BwdPlan {
   Arch arch;
@@ -38,11 +43,12 @@ struct BwdPlan {
   int tile;                  // index of the entry in the arch's tile table
   int block_m;
   int block_n;
-  bool stores_dq;  // at once: one block has all keys
+  DqBy dq_by;
   int m_blocks;
   int n_blocks;
   int head_splits;
-  TileOrder order;  // of tiles of block_n keys: it counts them as m_blocks
+  TileOrder order;     // of tiles of block_n keys: it counts them as m_blocks
+  TileOrder dq_order;  // of tiles of query rows, where dQ has a kernel of its own
   int64_t workspace_bytes;
   BwdTensorMaps tensor_maps;  // sm90
 };

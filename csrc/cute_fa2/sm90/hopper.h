@@ -72,6 +72,18 @@ class Barrier {
   uint64_t state_;
 };
 
+// A warp arrives once its lanes have met (sync_warp, or a wgmma): its first lane does. racecheck does
+// not see that what the lanes read and wrote of shared memory comes before. So in a build for it
+// (FLASH_CUTE_RACECHECK) each lane arrives where there was such: barriers count kArrivalsOfWarp.
+#ifdef FLASH_CUTE_RACECHECK
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
+CUTE_DEVICE void arrive_of_warp(Barrier& barrier, bool after_accesses = false) {
+  if (is_first_lane() || (after_accesses && kArrivalsOfWarp == 32)) barrier.arrive();
+}
+
 // Makes the initialised barriers visible to TMA; after a barrier of the CTA all threads see them.
 CUTE_DEVICE void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
 

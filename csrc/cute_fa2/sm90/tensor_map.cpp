@@ -153,21 +153,18 @@ std::string encode_fwd_maps(const FwdParams& params, const FwdPlan& plan, Tensor
 }
 
 std::string encode_bwd_maps(const BwdParams& params, const BwdPlan& plan, BwdTensorMaps& maps) {
-  const auto rows = [](const auto& view, int heads, int rows, int columns, int tile_columns,
-                       int box_rows) {
-    return Tiling{view, heads, 1, rows, columns, FwdConfigSm90::strip(tile_columns), 1, box_rows};
+  const auto rows = [](const auto& view, int heads, int rows, int columns, int tile_columns) {
+    const int strip = FwdConfigSm90::strip(tile_columns);
+    return Tiling{view, heads, 1, rows, columns, strip, 1, BwdTensorMaps::kRows};
   };
-  const int head_dim = kBwdTilesSm90[plan.tile].head_dim;
-  const int head_dim_v = kBwdTilesSm90[plan.tile].head_dim_v;
+  const int head_dim = kBwdTilesSm90[plan.tile].keys.head_dim;
+  const int head_dim_v = kBwdTilesSm90[plan.tile].keys.head_dim_v;
   Encoder encoder(params);
-  encoder.add(maps.q, rows(params.q, params.heads_q, params.len_q, params.head_dim, head_dim,
-                           plan.block_m));
-  encoder.add(maps.dout, rows(params.dout, params.heads_q, params.len_q, params.head_dim_v,
-                              head_dim_v, plan.block_m));
-  encoder.add(maps.k, rows(params.k, params.heads_kv(), params.len_k, params.head_dim, head_dim,
-                           plan.block_n));
-  encoder.add(maps.v, rows(params.v, params.heads_kv(), params.len_k, params.head_dim_v, head_dim_v,
-                           plan.block_n));
+  const int heads_q = params.heads_q, heads_kv = params.heads_kv();
+  encoder.add(maps.q, rows(params.q, heads_q, params.len_q, params.head_dim, head_dim));
+  encoder.add(maps.dout, rows(params.dout, heads_q, params.len_q, params.head_dim_v, head_dim_v));
+  encoder.add(maps.k, rows(params.k, heads_kv, params.len_k, params.head_dim, head_dim));
+  encoder.add(maps.v, rows(params.v, heads_kv, params.len_k, params.head_dim_v, head_dim_v));
   return encoder.refusal();
 }
 

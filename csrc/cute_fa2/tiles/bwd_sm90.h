@@ -5,8 +5,21 @@
 
 namespace flash_cute {
 
-// One tile: `consumers` warpgroups keep kConsumerKeys keys each and their gradients, and walk over
-// the query rows, kBlockM at a time. A producer warpgroup beside them loads.
+// The threads and registers of a CTA of consumers and a producer, as FwdConfigSm90's.
+struct WarpgroupRoles {
+  int consumers;
+  constexpr int threads() const { return (consumers + 1) * 128; }
+  constexpr int launch_registers() const { return 65536 / threads() / 8 * 8; }
+  constexpr int producer_registers() const { return consumers == 3 ? 32 : 24; }
+  constexpr int consumer_registers() const {
+    return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
+  }
+};
+
+// A tile of keys, for dK and dV. It walks over the query rows, kBlockM at a time. Up to head dim
+// 128 each consumer has kConsumerKeys keys of its own, and the tile's part of dQ comes along (one
+// pass). Above, dK and dV of kConsumerKeys keys fill the registers of two consumers: one has dV, the
+// other dK (by roles), and dQ has a kernel of its own.
 struct BwdConfigSm90 {
   int head_dim;    // bucket of Q and K: serves head dims up to this one
   int head_dim_v;  // bucket of V and O
@@ -15,45 +28,68 @@ struct BwdConfigSm90 {
 
   static constexpr int kBlockM = 64;        // rows of dQ's product
   static constexpr int kConsumerKeys = 64;  // rows of a warpgroup's other products
-  static constexpr int kDsStages = 2;       // blocks of dS in shared memory
+  static constexpr int kDsStages = 2;       // one pass: blocks of dS in shared memory
+  static constexpr int kWeightStages = 2;   // by roles: blocks of P, fp32, in shared memory
 
-  constexpr int block_n() const { return consumers * kConsumerKeys; }
-
-  constexpr int threads() const { return (consumers + 1) * 128; }
-  // As FwdConfigSm90's.
-  constexpr int launch_registers() const { return 65536 / threads() / 8 * 8; }
-  constexpr int producer_registers() const { return consumers == 3 ? 32 : 24; }
-  constexpr int consumer_registers() const {
-    return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
-  }
-  // Where one block has all keys, dQ is whole in a tile: it can be stored at once.
-  constexpr bool stores_dq() const { return true; }
-  // K, V, Q and dO, dS, each consumer's dQ; the rows' statistics, barriers and the ticket, in whole
-  // KB.
+  constexpr bool is_one_pass() const { return head_dim <= 128; }
+  constexpr int block_n() const { return is_one_pass() ? consumers * kConsumerKeys : kConsumerKeys; }
+  constexpr WarpgroupRoles roles() const { return {consumers}; }
+  // K, V, Q and dO; one pass: dS, each consumer's dQ; by roles: P; the rows' statistics, barriers and
+  // the ticket, in whole KB.
   constexpr int smem_bytes(int element_bytes) const {
     const int kv = block_n() * (head_dim + head_dim_v);
     const int q_and_dout = stages * kBlockM * (head_dim + head_dim_v);
     const int ds = kDsStages * kBlockM * block_n();
-    const int rest = stages * kBlockM * 8 + 128;
-    const int dq = consumers * kBlockM * head_dim * 4;
-    return dq + (kv + q_and_dout + ds) * element_bytes + (rest + 1023) / 1024 * 1024;
+    const int rest = (stages * kBlockM * 8 + 128 + 1023) / 1024 * 1024;
+    const int inputs = (kv + q_and_dout) * element_bytes;
+    if (!is_one_pass()) return inputs + kWeightStages * kBlockM * kConsumerKeys * 4 + rest;
+    return inputs + ds * element_bytes + consumers * kBlockM * head_dim * 4 + rest;
   }
 };
 
-// A call gets the entry of its head dim. Those without one run on sm80's kernels.
-inline constexpr BwdConfigSm90 kBwdTilesSm90[] = {
-    // head_dim, head_dim_v, consumers, stages
-    {32, 32, 3, 2},
-    {64, 64, 3, 2},
-    {96, 96, 2, 2},
-    {128, 128, 2, 2},
+// A tile of query rows, for dQ. It walks over the keys, block_n at a time. Each consumer has
+// kConsumerRows rows of its own.
+struct DqConfigSm90 {
+  int head_dim;
+  int head_dim_v;
+  int consumers;
+  int block_n;
+  int k_stages;  // blocks of K in shared memory, and
+  int v_stages;  // of V
+
+  static constexpr int kConsumerRows = 64;
+
+  constexpr int block_m() const { return consumers * kConsumerRows; }
+  constexpr WarpgroupRoles roles() const { return {consumers}; }
+  // Q, dO, K and V, and 1 KB for barriers.
+  constexpr int smem_bytes(int element_bytes) const {
+    const int of_rows = block_m() * (head_dim + head_dim_v);
+    const int of_keys = block_n * (k_stages * head_dim + v_stages * head_dim_v);
+    return (of_rows + of_keys) * element_bytes + 1024;
+  }
+};
+
+struct BwdEntrySm90 {
+  BwdConfigSm90 keys;
+  DqConfigSm90 rows;
+
+  constexpr int head_dim() const { return keys.head_dim; }
+};
+
+// A call gets the entry of its head dim.
+inline constexpr BwdEntrySm90 kBwdTilesSm90[] = {
+    // keys: head_dim, head_dim_v, consumers, stages
+    // rows: head_dim, head_dim_v, consumers, block_n, k_stages, v_stages
+    {{32, 32, 3, 2}, {32, 32, 3, 64, 4, 4}},     {{64, 64, 3, 2}, {64, 64, 3, 64, 4, 4}},
+    {{96, 96, 2, 2}, {96, 96, 3, 64, 3, 3}},    {{128, 128, 2, 2}, {128, 128, 2, 64, 4, 4}},
+    {{192, 192, 2, 2}, {192, 192, 2, 64, 2, 2}}, {{256, 256, 2, 2}, {256, 256, 2, 64, 2, 1}},
 };
 
 // The index of the entry that serves `head_dim` (a bucket), or -1.
 constexpr int select_bwd_sm90(int head_dim) {
   int index = 0;
-  for (const BwdConfigSm90& config : kBwdTilesSm90) {
-    if (config.head_dim == head_dim) return index;
+  for (const BwdEntrySm90& entry : kBwdTilesSm90) {
+    if (entry.head_dim() == head_dim) return index;
     ++index;
   }
   return -1;

@@ -1,18 +1,28 @@
-// What an SM90 backward kernel is launched with.
+// What the kernels of an SM90 backward are launched with.
 #pragma once
 
 #include "common/tile_decoder.h"
 #include "host/params.h"
 #include "host/plan_bwd.h"
+#include "sm90/hopper.h"
 
 namespace flash_cute::sm90 {
 
 struct BwdArguments {
   BwdTensorMaps maps;
   BwdParams params;
-  TileDecoder decoder;  // as of the sm80 backward
+  // Of tiles of keys, as of the sm80 backward. For dQ's own kernel: of tiles of query rows.
+  TileDecoder decoder;
   int heads_of_split;
   int heads_kv;
+  DqBy dq_by;
 };
+
+CUTE_DEVICE void prefetch_tensor_maps(const BwdTensorMaps& maps) {
+  hopper::prefetch_tensor_map(maps.q);
+  hopper::prefetch_tensor_map(maps.k);
+  hopper::prefetch_tensor_map(maps.v);
+  hopper::prefetch_tensor_map(maps.dout);
+}
 
 }  // namespace flash_cute::sm90

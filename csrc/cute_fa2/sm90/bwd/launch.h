@@ -6,6 +6,9 @@
 
 #include "common/grid.h"
 #include "host/launch_bwd.h"
+#include "sm90/bwd/convert.h"
+#include "sm90/bwd/dkv/kernel.h"
+#include "sm90/bwd/dq/kernel.h"
 #include "sm90/bwd/kernel.h"
 #include "static_switch.h"
 #include "tiles/bwd_sm90.h"
@@ -24,29 +27,53 @@ void launch_convert(const TensorView<void*>& gradient, const float* sums, const 
                    tiles, device, stream);
 }
 
-template <class Traits, MaskKind kMask>
-void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream) {
+// Tiles of keys, and dK and dV of their sums.
+template <class Traits, class Kernel>
+void launch_keys(const BwdPlan& plan, const BwdArguments& arguments, int device,
+                 cudaStream_t stream) {
   using Element = typename Traits::Element;
-  const int heads_kv = params.heads_kv(), n_blocks = params.n_blocks;
-  const BwdArguments arguments = {
-      plan.tensor_maps, params, TileDecoder(plan.order, heads_kv, params.batch),
-      static_cast<int>(ceil_div(params.group_size, plan.head_splits)), heads_kv};
-  run_grid<BwdKernel<Traits, kMask>>(arguments, plan.order.tiles(), device, stream);
-  const float scale = params.scale.scale;
-  if (params.workspace.dq) {
-    launch_convert<ConvertKernel<Element, typename Traits::MmaDq, typename Traits::ShapeQ, 1>>(
-        params.dq, params.workspace.dq, params, 1, params.heads_q, params.m_blocks, params.len_q,
-        params.head_dim, scale, device, stream);
+  constexpr int kParts = Traits::kBlockN / Traits::kConsumerKeys;
+  using ConvertDk =
+      ConvertKernel<Element, typename Traits::MmaDk, typename Traits::ShapeDk, kParts>;
+  using ConvertDv =
+      ConvertKernel<Element, typename Traits::MmaDv, typename Traits::ShapeDv, kParts>;
+  const BwdParams& params = arguments.params;
+  run_grid<Kernel>(arguments, plan.order.tiles(), device, stream);
+  if (!params.workspace.dk) return;
+  launch_convert<ConvertDk>(params.dk, params.workspace.dk, params, plan.head_splits,
+                            arguments.heads_kv, params.n_blocks, params.len_k, params.head_dim,
+                            params.scale.scale, device, stream);
+  launch_convert<ConvertDv>(params.dv, params.workspace.dv, params, plan.head_splits,
+                            arguments.heads_kv, params.n_blocks, params.len_k, params.head_dim_v,
+                            1.f, device, stream);
+}
+
+template <DType kDType, BwdEntrySm90 kEntry, MaskKind kMask>
+void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream) {
+  BwdArguments arguments = {plan.tensor_maps,
+                            params,
+                            TileDecoder(plan.order, params.heads_kv(), params.batch),
+                            static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
+                            params.heads_kv(),
+                            plan.dq_by};
+  if constexpr (kEntry.keys.is_one_pass()) {
+    using Traits = BwdTraits<kDType, kEntry.keys>;
+    launch_keys<Traits, BwdKernel<Traits, kMask>>(plan, arguments, device, stream);
+    if (plan.dq_by == DqBy::kSums) {
+      using Convert = ConvertKernel<typename Traits::Element, typename Traits::MmaDq,
+                                    typename Traits::ShapeQ, 1>;
+      launch_convert<Convert>(params.dq, params.workspace.dq, params, 1, params.heads_q,
+                              params.m_blocks, params.len_q, params.head_dim, params.scale.scale,
+                              device, stream);
+    }
+  } else {
+    using Traits = DkvTraits<kDType, kEntry.keys>;
+    launch_keys<Traits, DkvKernel<Traits, kMask>>(plan, arguments, device, stream);
   }
-  if (params.workspace.dk) {
-    launch_convert<ConvertKernel<Element, typename Traits::MmaDk, typename Traits::ShapeDk,
-                                 Traits::kConsumers>>(
-        params.dk, params.workspace.dk, params, plan.head_splits, heads_kv, n_blocks, params.len_k,
-        params.head_dim, scale, device, stream);
-    launch_convert<ConvertKernel<Element, typename Traits::MmaDv, typename Traits::ShapeDv,
-                                 Traits::kConsumers>>(
-        params.dv, params.workspace.dv, params, plan.head_splits, heads_kv, n_blocks, params.len_k,
-        params.head_dim_v, 1.f, device, stream);
+  if (plan.dq_by == DqBy::kOwnKernel) {
+    arguments.decoder = TileDecoder(plan.dq_order, params.heads_q, params.batch);
+    run_grid<DqKernel<DqTraits<kDType, kEntry.rows>, kMask>>(arguments, plan.dq_order.tiles(),
+                                                             device, stream);
   }
 }
 
@@ -56,9 +83,9 @@ template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm90(const BwdPlan& plan, const BwdParams& params, int device,
                      cudaStream_t stream) {
   index_switch<std::size(kBwdTilesSm90)>(plan.tile, [&](auto index) {
-    constexpr BwdConfigSm90 kConfig = kBwdTilesSm90[index()];
-    if constexpr (kConfig.head_dim == kHeadDim) {
-      sm90::launch_bwd<sm90::BwdTraits<kDType, kConfig>, kMask>(plan, params, device, stream);
+    constexpr BwdEntrySm90 kEntry = kBwdTilesSm90[index()];
+    if constexpr (kEntry.head_dim() == kHeadDim) {
+      sm90::launch_bwd<kDType, kEntry, kMask>(plan, params, device, stream);
     }
   });
 }

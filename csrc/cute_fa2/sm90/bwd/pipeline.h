@@ -22,7 +22,7 @@ struct BwdPipeline {
       smem.q_full[stage].init(1);
       smem.dout_full[stage].init(1);
       // Empty: all warps of all consumers are done with the stage; the producer may fill it again.
-      smem.q_empty[stage].init(kWarps);
+      smem.q_empty[stage].init(hopper::kArrivalsOfWarp * kWarps);
       smem.dout_empty[stage].init(kWarps);
     }
     for (int stage = 0; stage < Traits::kDsStages; ++stage) {

@@ -7,17 +7,17 @@
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
-#include "sm90/bwd/pipeline.h"
 #include "sm90/bwd/query_walk.h"
 #include "sm90/hopper.h"
 #include "sm90/kv_source.h"
+#include "sm90/pipeline_state.h"
 
 namespace flash_cute::sm90 {
 
 template <class Traits>
 class BwdProducer {
   using SharedMemory = typename Traits::SharedMemory;
-  using State = typename BwdPipeline<Traits>::State;
+  using State = PipelineState<Traits::kStages>;
 
  public:
   CUTE_DEVICE BwdProducer(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
@@ -30,11 +30,11 @@ class BwdProducer {
     const int key0 = tile_.m_block * Traits::kBlockN + static_cast<int>(sequence_.first_k);
     QueryBlock block = walk.first();
     smem_.k_full.arrive_and_expect(sizeof smem_.k);
-    tma_load_rows<Traits::kBlockN, Traits::kHeadDim, Traits::kStrip>(
+    tma_load_rows<Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, BwdTensorMaps::kRows>(
         arguments_.maps.k, params.k, smem_.k, smem_.k_full, key0, tile_.head, tile_.batch);
     load_q(block);
     smem_.v_full.arrive_and_expect(sizeof smem_.v);
-    tma_load_rows<Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV>(
+    tma_load_rows<Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, BwdTensorMaps::kRows>(
         arguments_.maps.v, params.v, smem_.v, smem_.v_full, key0, tile_.head, tile_.batch);
     while (true) {
       load_dout(block);

@@ -30,9 +30,9 @@ class QueryWalk {
     // A dQ that is stored at once is stored everywhere.
     const int key0 = tile.m_block * block_n;
     const int key_end = cute::min(key0 + block_n, sequence.len_k);
-    rows_ = arguments.params.workspace.dq
-                ? mask.visible_row_blocks(key0, key_end, sequence.len_q, block_m)
-                : BlockRange{0, arguments.params.m_blocks};
+    rows_ = arguments.dq_by == DqBy::kTile
+                ? BlockRange{0, arguments.params.m_blocks}
+                : mask.visible_row_blocks(key0, key_end, sequence.len_q, block_m);
   }
 
   CUTE_DEVICE bool is_empty() const { return rows_.end <= rows_.begin; }

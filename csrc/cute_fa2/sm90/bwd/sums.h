@@ -10,25 +10,24 @@ namespace flash_cute::sm90 {
 // Sums lie in the order in which threads hold them: warp by warp, four elements of each lane side
 // by side, then the next four. So 32 lanes touch 512 bytes, and the sums of a warp are in one
 // piece.
-struct WarpgroupSums {
-  template <class Accumulator>
-  static CUTE_DEVICE void add_to(float* part, const Accumulator& accumulator) {
-    for_each_four(accumulator, [&](int i, int offset) {
-      const float four[4] = {accumulator(i), accumulator(i + 1), accumulator(i + 2),
-                             accumulator(i + 3)};
-      hopper::reduce_add(part + offset, four);
-    });
+class WarpgroupSums {
+  using Copy = cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, float>;
+  template <class Float>
+  static CUTE_DEVICE auto at(Float* four) {
+    return cute::make_tensor(cute::make_gmem_ptr(four), cute::Shape<cute::_4>{});
   }
-  // The same by a bulk copy, by way of `staged` in shared memory, which is as large.
+  static CUTE_DEVICE auto in_shared(float* four) {
+    return cute::make_tensor(cute::make_smem_ptr(four), cute::Shape<cute::_4>{});
+  }
+
+ public:
+  // Adds to them by a bulk copy, by way of `staged` in shared memory, which is as large.
   template <class Accumulator>
   static CUTE_DEVICE void bulk_add_to(float* part, float* staged, const Accumulator& accumulator) {
     constexpr int kOfWarp = 32 * decltype(cute::size(accumulator))::value;
     const int first = hopper::warp_in_warpgroup() * kOfWarp;
     wait_until_read();  // fault: bwd90-staged
-    for_each_four(accumulator, [&](int i, int offset) {
-      cute::copy(Copy{}, cute::make_tensor(accumulator.data() + i, cute::Shape<cute::_4>{}),
-                 cute::make_tensor(cute::make_smem_ptr(staged + offset), cute::Shape<cute::_4>{}));
-    });
+    store_to_shared(staged, accumulator);
     // Visible to the bulk copy, once all lanes are here.
     hopper::fence_async_proxy();  // fault: bwd90-bulk-fence
     hopper::sync_warp();
@@ -49,6 +48,21 @@ struct WarpgroupSums {
                  at(part + offset));
     });
   }
+  // The same in shared memory, and back.
+  template <class Accumulator>
+  static CUTE_DEVICE void store_to_shared(float* part, const Accumulator& accumulator) {
+    for_each_four(accumulator, [&](int i, int offset) {
+      cute::copy(Copy{}, cute::make_tensor(accumulator.data() + i, cute::Shape<cute::_4>{}),
+                 in_shared(part + offset));
+    });
+  }
+  template <class Accumulator>
+  static CUTE_DEVICE void load_from_shared(float* part, Accumulator& accumulator) {
+    for_each_four(accumulator, [&](int i, int offset) {
+      cute::copy(Copy{}, in_shared(part + offset),
+                 cute::make_tensor(accumulator.data() + i, cute::Shape<cute::_4>{}));
+    });
+  }
   // accumulator += what is in memory
   template <class Accumulator>
   static CUTE_DEVICE void add_from(const float* part, Accumulator& accumulator) {
@@ -61,11 +75,6 @@ struct WarpgroupSums {
   }
 
  private:
-  using Copy = cute::Copy_Atom<cute::UniversalCopy<cute::uint128_t>, float>;
-  template <class Float>
-  static CUTE_DEVICE auto at(Float* four) {
-    return cute::make_tensor(cute::make_gmem_ptr(four), cute::Shape<cute::_4>{});
-  }
   template <class Accumulator, class F>
   static CUTE_DEVICE void for_each_four(const Accumulator& accumulator, F&& f) {
     const int warp = hopper::warp_in_warpgroup(), lane = hopper::thread_in_warpgroup() % 32;

@@ -1,4 +1,4 @@
-// The types of one SM90 backward kernel: tile shapes, the matrix products of a warpgroup and the
+// The types of one SM90 backward kernel of one pass: tile shapes, the matrix products of a warpgroup and the
 // shared-memory layouts that TMA writes and wgmma reads.
 #pragma once
 
@@ -6,6 +6,7 @@
 
 #include "common/element.h"
 #include "host/params.h"
+#include "sm90/bwd/layouts.h"
 #include "sm90/hopper.h"
 #include "tiles/bwd_sm90.h"
 
@@ -24,12 +25,10 @@ struct BwdTraits {
   static constexpr int kConsumerKeys = kConfig.kConsumerKeys;
   static constexpr int kStages = kConfig.stages;
   static constexpr int kDsStages = kConfig.kDsStages;
-  static constexpr int kThreads = kConfig.threads();
+  static constexpr int kThreads = kConfig.roles().threads();
   static constexpr int kMinCtas = 1;
   static_assert(kConsumers == 2 || kConsumers == 3);
 
-  template <int kRows, int kColumns>
-  using Tile = cute::Shape<cute::Int<kRows>, cute::Int<kColumns>>;
   using ShapeK = Tile<kBlockN, kHeadDim>;
   using ShapeV = Tile<kBlockN, kHeadDimV>;
   using ShapeQ = Tile<kBlockM, kHeadDim>;
@@ -53,53 +52,41 @@ struct BwdTraits {
   static_assert(cute::tile_size<1>(MmaDk{}) == kHeadDim &&
                 cute::tile_size<1>(MmaDv{}) == kHeadDimV);
 
-  // Shared-memory rows are cut into strips, as those of the forward. A tile is read by rows, and
-  // transposed: the same elements as (columns, rows), a strip's rows first, then the next strip.
   static constexpr int kStrip = FwdConfigSm90::strip(kHeadDim);    // of Q and K
   static constexpr int kStripV = FwdConfigSm90::strip(kHeadDimV);  // of V and dO
   static constexpr int kStripDs = FwdConfigSm90::strip(kBlockM);   // of dS^T
-  template <cute::SM90::GMMA::Major kMajor, int kColumns>
-  using SmemAtom =
-      std::conditional_t<kColumns == 64, cute::SM90::GMMA::Layout_SW128_Atom<Element, kMajor>,
-                         cute::SM90::GMMA::Layout_SW64_Atom<Element, kMajor>>;
-  template <class Shape, int kColumns>
-  using ByRows = decltype(cute::tile_to_shape(SmemAtom<kMajorK, kColumns>{}, Shape{}));
-  template <class Shape, int kColumns>
-  using Transposed =
-      decltype(cute::tile_to_shape(SmemAtom<kMajorMN, kColumns>{}, cute::select<1, 0>(Shape{}),
-                                   cute::Step<cute::_2, cute::_1>{}));
   // dS^T is stored by rows of a warp. The layout gives offsets of elements, as the forward's of O.
   using SmemLayoutDst = decltype(cute::as_position_independent_swizzle_layout(
-      ByRows<Tile<kConsumerKeys / 4, kStripDs>, kStripDs>{}));
+      ByRows<Element, Tile<kConsumerKeys / 4, kStripDs>, kStripDs>{}));
 
   // Tiles as wgmma sees them, (1, 1, K / 16): descriptors, the same for all threads of a consumer.
   // K and V are those of the first consumer.
   static CUTE_DEVICE auto fragment_k(Element* tile) {
     return MmaSt{}.get_slice(0).partition_fragment_A(
-        first<ShapeDk>(at<ByRows<ShapeK, kStrip>>(tile)));
+        first<ShapeDk>(smem_tensor<ByRows<Element, ShapeK, kStrip>>(tile)));
   }
   static CUTE_DEVICE auto fragment_v(Element* tile) {
     return MmaSt{}.get_slice(0).partition_fragment_A(
-        first<ShapeDv>(at<ByRows<ShapeV, kStripV>>(tile)));
+        first<ShapeDv>(smem_tensor<ByRows<Element, ShapeV, kStripV>>(tile)));
   }
   static CUTE_DEVICE auto fragment_q(Element* tile) {
-    return MmaSt{}.get_slice(0).partition_fragment_B(at<ByRows<ShapeQ, kStrip>>(tile));
+    return MmaSt{}.get_slice(0).partition_fragment_B(smem_tensor<ByRows<Element, ShapeQ, kStrip>>(tile));
   }
   static CUTE_DEVICE auto fragment_dout(Element* tile) {
-    return MmaSt{}.get_slice(0).partition_fragment_B(at<ByRows<ShapeDout, kStripV>>(tile));
+    return MmaSt{}.get_slice(0).partition_fragment_B(smem_tensor<ByRows<Element, ShapeDout, kStripV>>(tile));
   }
   static CUTE_DEVICE auto fragment_qt(Element* tile) {
-    return MmaDk{}.get_slice(0).partition_fragment_B(at<Transposed<ShapeQ, kStrip>>(tile));
+    return MmaDk{}.get_slice(0).partition_fragment_B(smem_tensor<Transposed<Element, ShapeQ, kStrip>>(tile));
   }
   static CUTE_DEVICE auto fragment_doutt(Element* tile) {
-    return MmaDv{}.get_slice(0).partition_fragment_B(at<Transposed<ShapeDout, kStripV>>(tile));
+    return MmaDv{}.get_slice(0).partition_fragment_B(smem_tensor<Transposed<Element, ShapeDout, kStripV>>(tile));
   }
   static CUTE_DEVICE auto fragment_ds(Element* tile) {
     return MmaDq{}.get_slice(0).partition_fragment_A(
-        at<Transposed<Tile<kBlockN, kBlockM>, kStripDs>>(tile));
+        smem_tensor<Transposed<Element, Tile<kBlockN, kBlockM>, kStripDs>>(tile));
   }
   static CUTE_DEVICE auto fragment_kt(Element* tile) {
-    return MmaDq{}.get_slice(0).partition_fragment_B(at<Transposed<ShapeK, kStrip>>(tile));
+    return MmaDq{}.get_slice(0).partition_fragment_B(smem_tensor<Transposed<Element, ShapeK, kStrip>>(tile));
   }
 
   // What the barriers mean: pipeline.h.
@@ -111,7 +98,6 @@ struct BwdTraits {
     alignas(1024) Element ds[kDsStages][cute::size(ShapeDs{})];  // as (keys, query rows)
     alignas(1024) float dq[kConsumers][cute::size(ShapeQ{})];    // on its way to the sums
     alignas(128) RowGradStats stats[kStages][kBlockM];           // comes and goes with Q
-    int ticket;
     hopper::Barrier k_full;
     hopper::Barrier v_full;
     hopper::Barrier q_full[kStages];
@@ -127,10 +113,6 @@ struct BwdTraits {
   template <class Shape, class Tensor>
   static CUTE_DEVICE auto first(const Tensor& tile) {
     return cute::local_tile(tile, Shape{}, cute::make_coord(0, 0));
-  }
-  template <class Layout>
-  static CUTE_DEVICE auto at(Element* tile) {
-    return cute::make_tensor(cute::make_smem_ptr(tile), Layout{});
   }
 };
 

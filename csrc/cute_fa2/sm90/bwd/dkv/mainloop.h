@@ -1,0 +1,164 @@
+// The main loop of one consumer of two, which has one gradient of the tile's keys: dV or dK. Both walk
+// over the query rows, one block at a time.
+//
+//   dV: S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)   dV += P^T dO
+//   dK: dP^T = V dO^T  dS^T = P^T * (dP^T - delta)           dK += dS^T Q
+//
+// P^T goes from the one to the other by shared memory, in fp32: dS is rounded once. While a warpgroup
+// computes P or dS of a block, the tensor cores have its gradient's product of the block before.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/fragment.h"
+#include "common/mask.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "common/tile_decoder.h"
+#include "sm90/bwd/arguments.h"
+#include "sm90/bwd/products.h"
+#include "sm90/bwd/query_walk.h"
+#include "sm90/bwd/sums.h"
+#include "sm90/bwd/transposed_scores.h"
+#include "sm90/hopper.h"
+#include "sm90/pipeline_state.h"
+#include "sm90/shared_operand.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits, MaskKind kMask, bool kIsDv>
+class DkvMainloop {
+  using Element = typename Traits::Element;
+  using SharedMemory = typename Traits::SharedMemory;
+  using State = PipelineState<Traits::kStages>;
+  using MmaSt = typename Traits::MmaSt;
+  using ShapeSt = typename Traits::ShapeSt;
+  using Scores = TransposedScores<Traits, kMask>;
+  static constexpr int kBlockM = Traits::kBlockM;
+
+ public:
+  CUTE_DEVICE DkvMainloop(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
+                          SharedMemory& smem)
+      : scores_(arguments.params, sequence, tile.m_block * Traits::kBlockN),
+        smem_(smem),
+        address_(platform::warp_uniform(static_cast<int>(
+            SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
+                Traits::fragment_q(smem.q[0]))))) {}
+
+  // Leaves the sums in tdXrdX, ((2, 2, kHeadDim / 8), 1, 1).
+  template <class Dx>
+  CUTE_DEVICE void run(const QueryWalk& walk, Dx& tdXrdX) {
+    using namespace cute;
+    clear(tdXrdX);
+    warpgroup_fence_operand(tdXrdX);  // ahead of the first products, or ptxas serializes them
+    if (walk.is_empty()) return;
+    auto tSrS = partition_fragment_C(MmaSt{}, ShapeSt{});  // S or dP; ((2, 2, kBlockM / 8), 1, 1)
+    // P or dS, two elements a word; as elements, ((2, 2, kBlockM / 8), 1, 1).
+    auto words = make_tensor<uint32_t>(Int<decltype(size(tSrS))::value / 2>{});
+    auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
+
+    (kIsDv ? smem_.k_full : smem_.v_full).wait(0);  // K or V has arrived
+    QueryBlock block = walk.first();
+    State before;  // whose product of the gradient is in flight
+    first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
+    gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
+    hopper::wgmma_wait<0>();
+    CUTE_NO_UNROLL
+    for (bool is_first = true;; is_first = false) {
+      warpgroup_fence_operand(tSrS);
+      if constexpr (kIsDv) {
+        scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
+        hand_over(tSrS);
+        hopper::arrive_of_warp(smem_.q_empty[stage_.stage], /*after_accesses=*/true);
+      } else {
+        // P before statistics: Q's arrival is behind it.
+        to_score_gradients(tSrS);
+        hopper::arrive_of_warp(smem_.dout_empty[stage_.stage]);
+      }
+      hopper::wgmma_wait<0>();  // the gradient's product of the block before is complete
+      warpgroup_fence_operand(tdXrdX);
+      if (!is_first) release_second(before);
+      convert_to_words<Element>(tSrS, words);
+      const auto second = second_operand();
+      before = stage_;
+      stage_.advance();
+      block = walk.next(block);
+      if (!walk.has(block)) {
+        second_full(before).wait(before.parity);
+        gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
+        break;
+      }
+      first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
+      gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
+      second_full(before).wait(before.parity);  // dO or Q has arrived
+      gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
+      hopper::wgmma_wait<1>();  // S or dP is complete
+    }
+    hopper::wgmma_wait<0>();  // the gradient is complete
+    warpgroup_fence_operand(tdXrdX);
+  }
+
+ private:
+  // -- what the loop calls first and second: Q and dO, or dO and Q --------------------------------
+
+  CUTE_DEVICE hopper::Barrier& first_full(State state) {
+    return (kIsDv ? smem_.q_full : smem_.dout_full)[state.stage];
+  }
+  CUTE_DEVICE hopper::Barrier& second_full(State state) {
+    return (kIsDv ? smem_.dout_full : smem_.q_full)[state.stage];
+  }
+  CUTE_DEVICE void release_second(State state) {
+    if constexpr (kIsDv) {
+      hopper::arrive_of_warp(smem_.dout_empty[state.stage]);
+    } else {
+      hopper::arrive_of_warp(smem_.q_empty[state.stage], /*after_accesses=*/true);
+    }
+  }
+  template <class Fragment>
+  CUTE_DEVICE auto operand(const Fragment& fragment, const Element* tile) const {
+    return operand_at(fragment, tile, smem_.q[0], address_);
+  }
+  CUTE_DEVICE auto key_operand() const {
+    return operand(Traits::fragment_k(smem_.k), kIsDv ? smem_.k : smem_.v);
+  }
+  CUTE_DEVICE auto first_operand() const {
+    return operand(Traits::fragment_q(smem_.q[0]), (kIsDv ? smem_.q : smem_.dout)[stage_.stage]);
+  }
+  CUTE_DEVICE auto second_operand() const {
+    return operand(Traits::fragment_qt(smem_.q[0]), (kIsDv ? smem_.dout : smem_.q)[stage_.stage]);
+  }
+
+  // -- the weights, from one consumer to the other ------------------------------------------------
+
+  template <class P>
+  CUTE_DEVICE void hand_over(const P& tSrP) {
+    // P of two blocks before has been read.
+    smem_.weights_empty[weights_.stage].wait(weights_.parity ^ 1);  // fault: dkv90-weights-empty
+    WarpgroupSums::store_to_shared(smem_.weights[weights_.stage], tSrP);
+    hopper::sync_warp();
+    hopper::arrive_of_warp(smem_.weights_full[weights_.stage], /*after_accesses=*/true);
+    weights_.advance();
+  }
+
+  // dS from dP, in its place.
+  template <class Dp>
+  CUTE_DEVICE void to_score_gradients(Dp& tSrDp) {
+    using namespace cute;
+    auto tSrP = make_tensor<float>(tSrDp.layout());
+    smem_.weights_full[weights_.stage].wait(weights_.parity);  // P is there; fault: dkv90-weights-full
+    WarpgroupSums::load_from_shared(smem_.weights[weights_.stage], tSrP);
+    hopper::sync_warp();
+    hopper::arrive_of_warp(smem_.weights_empty[weights_.stage], /*after_accesses=*/true);
+    weights_.advance();
+    smem_.q_full[stage_.stage].wait(stage_.parity);  // so are the statistics
+    scores_.to_score_gradients(smem_.stats[stage_.stage], tSrP, tSrDp);
+  }
+
+  Scores scores_;
+  SharedMemory& smem_;
+  int address_;  // of smem_.q, as SharedOperand counts
+  State stage_;  // of Q and dO
+  PipelineState<Traits::kWeightStages> weights_;
+};
+
+}  // namespace flash_cute::sm90

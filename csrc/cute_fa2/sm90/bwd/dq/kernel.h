@@ -1,0 +1,73 @@
+// A CTA of the SM90 backward that computes dQ of a tile of query rows. No CTA adds to what another
+// has: dQ is deterministic, and needs no memory for sums.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/gradient.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "common/tile_decoder.h"
+#include "sm90/bwd/arguments.h"
+#include "sm90/bwd/dq/mainloop.h"
+#include "sm90/bwd/dq/producer.h"
+#include "sm90/bwd/dq/traits.h"
+#include "sm90/hopper.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits_, MaskKind kMask>
+struct DqKernel {
+  using Traits = Traits_;
+  using Arguments = BwdArguments;
+  using SharedMemory = typename Traits::SharedMemory;
+  using Mainloop = DqMainloop<Traits, kMask>;
+
+  static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
+    const BwdParams& params = arguments.params;
+    if (hopper::is_first_thread()) {
+      prefetch_tensor_maps(arguments.maps);
+      Traits::init_barriers(smem);
+      hopper::fence_barrier_init();
+    }
+    platform::sync_cta();  // the barriers are visible to all threads
+
+    constexpr WarpgroupRoles kRoles = Traits::kConfig.roles();
+    const int warpgroup = hopper::warpgroup_index();
+    // Each role computes its own: the producer has few registers.
+    if (warpgroup == 0) {
+      hopper::register_dealloc<kRoles.producer_registers()>();
+      const TileCoord tile = tile_of(arguments);
+      if (hopper::is_first_thread()) {
+        const Sequence sequence(params, tile.batch);
+        DqProducer<Traits>(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
+      }
+      return;
+    }
+    hopper::register_alloc<kRoles.consumer_registers()>();
+    const int consumer = warpgroup - 1;
+    auto tdQrdQ = cute::partition_fragment_C(typename Traits::MmaDq{}, typename Traits::ShapeQ{});
+    const TileCoord tile = tile_of(arguments);
+    const Sequence sequence(params, tile.batch);
+    Mainloop(arguments, tile, sequence, smem, consumer).run(keys(params, tile, sequence), tdQrdQ);
+    const GradientPlace place = {params.dq,        tile.batch,     tile.head,
+                                 sequence.first_q, sequence.len_q, params.head_dim};
+    store_gradient<typename Traits::Element, typename Traits::MmaDq, typename Traits::ShapeQ>(
+        place, tile.m_block * Traits::kBlockM + consumer * Traits::kConsumerRows, params.scale.scale, tdQrdQ,
+        hopper::thread_in_warpgroup());
+  }
+
+ private:
+  static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments) {
+    return arguments.decoder.tile(platform::warp_uniform(platform::cta_index()));
+  }
+
+  // The blocks of keys that the tile sees.
+  static CUTE_DEVICE BlockRange keys(const BwdParams& params, TileCoord tile,
+                                     const Sequence& sequence) {
+    const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
+    return Mainloop::visible(mask, sequence, tile.m_block * Traits::kBlockM, Traits::kBlockM);
+  }
+};
+
+}  // namespace flash_cute::sm90

@@ -1,0 +1,227 @@
+// A consumer's main loop for dQ: its 64 query rows, one block of keys at a time.
+//
+//   S = Q K^T     P = 2^(scale_log2 S - lse_log2)
+//   dP = dO V^T   dS = P * (dP - delta)              dQ += dS K
+//
+// While the warpgroup computes dS of a block, the tensor cores have the scores of that block and dQ
+// of the one before.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/fragment.h"
+#include "common/mask.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "common/tile_decoder.h"
+#include "sm90/bwd/arguments.h"
+#include "sm90/bwd/products.h"
+#include "sm90/hopper.h"
+#include "sm90/pipeline_state.h"
+#include "sm90/shared_operand.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits, MaskKind kMask>
+class DqMainloop {
+  using Element = typename Traits::Element;
+  using SharedMemory = typename Traits::SharedMemory;
+  using MmaS = typename Traits::MmaS;
+  using MmaDq = typename Traits::MmaDq;
+  using ShapeS = typename Traits::ShapeS;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kRows = Traits::kConsumerRows;
+
+ public:
+  using TileMask = Mask<kMask, UnpackedRows>;
+
+  CUTE_DEVICE DqMainloop(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
+                         SharedMemory& smem, int consumer)
+      : params_(arguments.params),
+        tile_(tile),
+        mask_(params_, sequence, UnpackedRows{}),
+        sequence_(sequence),
+        smem_(smem),
+        consumer_(consumer),
+        row0_(tile.m_block * Traits::kBlockM + consumer * kRows),
+        address_(platform::warp_uniform(static_cast<int>(
+            SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
+                Traits::fragment_q(smem.q[0]))))) {}
+
+  // The blocks of keys that any of the rows [row0, row0 + rows) sees.
+  static CUTE_DEVICE BlockRange visible(const TileMask& mask, const Sequence& sequence, int row0,
+                                        int rows) {
+    const int row_end = cute::min(row0 + rows, sequence.len_q);
+    return row_end > row0 ? mask.visible_blocks(row0, row_end, kBlockN) : BlockRange{0, 0};
+  }
+
+  // Leaves the sums in tdQrdQ, ((2, 2, kHeadDim / 8), 1, 1). `keys`: the blocks of the tile.
+  template <class Dq>
+  CUTE_DEVICE void run(BlockRange keys, Dq& tdQrdQ) {
+    using namespace cute;
+    clear(tdQrdQ);
+    warpgroup_fence_operand(tdQrdQ);  // ahead of the first products, or ptxas serializes them
+    const BlockRange own = visible(mask_, sequence_, row0_, kRows);
+    if (own.end <= own.begin) return skip(keys.end - keys.begin);
+    skip(keys.end - own.end);
+    smem_.q_full.wait(0);     // Q has arrived
+    smem_.dout_full.wait(0);  // so has dO
+    load_statistics();
+
+    auto tSrS = partition_fragment_C(MmaS{}, ShapeS{});   // ((2, 2, kBlockN / 8), 1, 1)
+    auto tSrDp = partition_fragment_C(MmaS{}, ShapeS{});  // ((2, 2, kBlockN / 8), 1, 1)
+    // dS, two elements a word; as elements, ((2, 2, kBlockN / 8), 1, 1).
+    auto words = make_tensor<uint32_t>(Int<decltype(size(tSrS))::value / 2>{});
+    auto tSrDs = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
+
+    smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived; fault: dq90-k
+    gemm_ss<Traits::kHeadDim>(MmaS{}, q_operand(), k_operand(), tSrS);
+    smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
+    gemm_ss<Traits::kHeadDimV>(MmaS{}, dout_operand(), v_operand(), tSrDp);
+    hopper::wgmma_wait<1>();  // S is complete
+    int before = -1;          // the stage of K whose dQ is in flight
+    CUTE_NO_UNROLL
+    for (int n_block = own.end - 1;; --n_block) {
+      // Or ptxas makes each descriptor ahead of the loop, and has no registers for them.
+      address_ = platform::rematerialize(address_, n_block);
+      warpgroup_fence_operand(tSrS);
+      to_weights(n_block * kBlockN, tSrS);
+      hopper::wgmma_wait<0>();  // dP is complete, and dQ of the block before
+      warpgroup_fence_operand(tSrDp);
+      warpgroup_fence_operand(tdQrdQ);
+      if (before >= 0) release(smem_.k_empty[before]);
+      release(smem_.v_empty[v_.stage]);
+      v_.advance();
+      to_score_gradients(tSrS, tSrDp);
+      convert_to_words<Element>(tSrDp, words);
+      const auto kt = kt_operand();
+      before = k_.stage;
+      k_.advance();
+      if (n_block == own.begin) {
+        gemm_rs(MmaDq{}, tSrDs, kt, tdQrdQ);
+        break;
+      }
+      smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
+      gemm_ss<Traits::kHeadDim>(MmaS{}, q_operand(), k_operand(), tSrS);
+      gemm_rs(MmaDq{}, tSrDs, kt, tdQrdQ);
+      smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
+      gemm_ss<Traits::kHeadDimV>(MmaS{}, dout_operand(), v_operand(), tSrDp);
+      hopper::wgmma_wait<2>();  // S is complete
+    }
+    hopper::wgmma_wait<0>();  // dQ is complete
+    warpgroup_fence_operand(tdQrdQ);
+    release(smem_.k_empty[before]);
+    skip(own.begin - keys.begin);
+  }
+
+ private:
+  // Blocks that this consumer has no use for. All lanes have to be past a wait before the stage is
+  // released: a lane that looked only later could see the next phase, and wait for ever.
+  CUTE_DEVICE void skip(int blocks) {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < blocks; ++i) {
+      smem_.k_full[k_.stage].wait(k_.parity);
+      smem_.v_full[v_.stage].wait(v_.parity);
+      hopper::sync_warp();
+      release(smem_.k_empty[k_.stage]);
+      release(smem_.v_empty[v_.stage]);
+      k_.advance();
+      v_.advance();
+    }
+  }
+
+  static CUTE_DEVICE void release(hopper::Barrier& empty) { hopper::arrive_of_warp(empty); }
+
+  // -- operands ----------------------------------------------------------------------------------
+
+  template <class Fragment>
+  CUTE_DEVICE auto operand(const Fragment& fragment, const Element* tile) const {
+    return operand_at(fragment, tile, smem_.q[0], address_);
+  }
+  CUTE_DEVICE auto q_operand() const {
+    return operand(Traits::fragment_q(smem_.q[0]), smem_.q[consumer_]);
+  }
+  CUTE_DEVICE auto dout_operand() const {
+    return operand(Traits::fragment_dout(smem_.dout[0]), smem_.dout[consumer_]);
+  }
+  CUTE_DEVICE auto k_operand() const {
+    return operand(Traits::fragment_k(smem_.k[0]), smem_.k[k_.stage]);
+  }
+  CUTE_DEVICE auto kt_operand() const {
+    return operand(Traits::fragment_kt(smem_.k[0]), smem_.k[k_.stage]);
+  }
+  CUTE_DEVICE auto v_operand() const {
+    return operand(Traits::fragment_v(smem_.v[0]), smem_.v[v_.stage]);
+  }
+
+  // -- the scores --------------------------------------------------------------------------------
+
+  // (rows, columns) of a fragment -> (row, key)
+  static CUTE_DEVICE auto row_and_key(int thread) {
+    return as_matrix(MmaS{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeS{})));
+  }
+
+  // Those of this thread's rows.
+  CUTE_DEVICE void load_statistics() {
+    const auto at = row_and_key(hopper::thread_in_warpgroup());
+    const int64_t head = int64_t{tile_.batch} * params_.heads_q + tile_.head;
+    const RowGradStats* const of_head =
+        params_.workspace.stats + head * params_.m_blocks * BwdConfigSm90::kBlockM;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int row = row0_ + static_cast<int>(cute::get<0>(at(r, 0)));
+      stats_[r] = row < sequence_.len_q ? of_head[row] : RowGradStats{INFINITY, 0.f};
+    }
+  }
+
+  // P from S. The mask goes onto the exponent: the weight of a key that its row does not see may be
+  // inf.
+  template <class S>
+  CUTE_DEVICE void to_weights(int key0, S& tSrS) const {
+    using namespace cute;
+    auto weights = as_matrix(tSrS);
+    const float scale_log2 = params_.scale.signed_log2();
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(weights); ++c) {
+        weights(r, c) = fmaf(weights(r, c), scale_log2, -stats_[r].lse_log2);
+      }
+    }
+    if (mask_.cuts(row0_, kRows, key0, kBlockN)) {
+      const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+      mask_.apply(weights, row_and_key(thread), row_and_key(0), row0_, kRows, key0, kBlockN);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
+  }
+
+  // dS from dP, in its place.
+  template <class P, class Dp>
+  CUTE_DEVICE void to_score_gradients(P& tSrP, Dp& tSrDp) const {
+    using namespace cute;
+    const auto weights = as_matrix(tSrP);
+    auto ds = as_matrix(tSrDp);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(ds); ++c) {
+        ds(r, c) = weights(r, c) * (ds(r, c) - stats_[r].delta);
+      }
+    }
+  }
+
+  const BwdParams& params_;
+  TileCoord tile_;
+  TileMask mask_;
+  const Sequence& sequence_;
+  SharedMemory& smem_;
+  int consumer_;
+  int row0_;     // the consumer's first
+  int address_;  // of smem_.q, as SharedOperand counts
+  RowGradStats stats_[2];
+  PipelineState<Traits::kStagesK> k_;
+  PipelineState<Traits::kStagesV> v_;
+};
+
+}  // namespace flash_cute::sm90

@@ -1,0 +1,98 @@
+// P^T and dS^T of 64 keys of a warpgroup: (rows, columns) of a fragment are (keys, query rows). The
+// statistics of a query row come from shared memory.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/fragment.h"
+#include "common/mask.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "host/params.h"
+#include "sm90/hopper.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits, MaskKind kMask>
+class TransposedScores {
+  using MmaSt = typename Traits::MmaSt;
+  using ShapeSt = typename Traits::ShapeSt;
+  static constexpr int kBlockM = Traits::kBlockM;
+
+ public:
+  using TileMask = Mask<kMask, UnpackedRows>;
+
+  // `key0`: the warpgroup's first.
+  CUTE_DEVICE TransposedScores(const BwdParams& params, const Sequence& sequence, int key0)
+      : params_(params), mask_(params, sequence, UnpackedRows{}), key0_(key0) {}
+
+  // P from S of the query rows from `row0` on. The mask goes onto the exponent: the weight of a key
+  // that its row does not see may be inf.
+  template <class S>
+  CUTE_DEVICE void to_weights(const RowGradStats* stats, int row0, S& tSrS) const {
+    using namespace cute;
+    auto weights = as_matrix(tSrS);
+    const float scale_log2 = params_.scale.signed_log2();
+    for_each_row(stats, weights, [&](int c, const RowGradStats& of_row) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(weights); ++r) {
+        weights(r, c) = fmaf(weights(r, c), scale_log2, -of_row.lse_log2);
+      }
+    });
+    if (mask_.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys)) {
+      auto rows_first = make_tensor(weights.data(), select<1, 0>(weights.layout()));
+      const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+      mask_.apply(rows_first, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
+                  Traits::kConsumerKeys);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
+  }
+
+  // dS from dP, in its place.
+  template <class P, class Dp>
+  CUTE_DEVICE void to_score_gradients(const RowGradStats* stats, P& tSrP, Dp& tSrDp) const {
+    using namespace cute;
+    const auto weights = as_matrix(tSrP);
+    auto ds = as_matrix(tSrDp);
+    for_each_row(stats, ds, [&](int c, const RowGradStats& of_row) {
+      CUTE_UNROLL
+      for (int r = 0; r < size<0>(ds); ++r) ds(r, c) = weights(r, c) * (ds(r, c) - of_row.delta);
+    });
+  }
+
+ private:
+  static CUTE_DEVICE auto key_and_row(int thread) {
+    return as_matrix(MmaSt{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeSt{})));
+  }
+  // (columns, rows) -> (query row, key), as masks know them
+  static CUTE_DEVICE auto row_and_key(int thread) {
+    return [at = key_and_row(thread)](int c, int r) {
+      const auto key_row = at(r, c);
+      return cute::make_coord(cute::get<1>(key_row), cute::get<0>(key_row));
+    };
+  }
+
+  // f(column of the fragment, statistics) of each query row. Two rows lie side by side.
+  template <class Scores, class F>
+  CUTE_DEVICE void for_each_row(const RowGradStats* stats, const Scores& scores, F&& f) const {
+    using namespace cute;
+    const auto at = key_and_row(platform::rematerialize(hopper::thread_in_warpgroup()));
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(scores); c += 2) {
+      struct alignas(16) Two {
+        RowGradStats rows[2];
+      };
+      const int row = get<1>(at(0, c));
+      const Two two = *reinterpret_cast<const Two*>(stats + row);
+      f(c, two.rows[0]);
+      f(c + 1, two.rows[1]);
+    }
+  }
+
+  const BwdParams& params_;
+  TileMask mask_;
+  int key0_;
+};
+
+}  // namespace flash_cute::sm90
