@@ -104,9 +104,9 @@ class BwdMainloop {
       store_shared(ds_words);
       // Visible to wgmma, once all lanes are here.
       hopper::fence_async_proxy();  // fault: bwd90-ds-fence
-      hopper::sync_warp();
-      hopper::arrive_of_warp(smem_.ds_full[ds_.stage]);
     }
+    hopper::sync_warp();  // all lanes have read the statistics, and written dS
+    if (has_dq) hopper::arrive_of_warp(smem_.ds_full[ds_.stage]);
     gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
     hopper::wgmma_wait<1>();  // dV is complete
     warpgroup_fence_operand(tdVrdV);
