@@ -17,15 +17,18 @@ void add(emulator::Session& session, const BwdWorkspace& workspace, const BwdPla
   const int64_t rows_q = blocks_q * plan.block_m;
   const int64_t rows_k =
       int64_t{plan.head_splits} * params.batch * params.heads_kv() * plan.n_blocks * plan.block_n;
-  auto add_part = [&](const char* name, const auto* data, int64_t count) {
-    if (data) emulator::Workspace::add(session, name, data, count * int64_t{sizeof *data});
+  const auto in_order = GlobalMemory::Use::kWorkspace;
+  const auto in_any = workspace.adders ? GlobalMemory::Use::kSums : in_order;
+  auto add_part = [&](const char* name, const auto* data, int64_t count, auto use) {
+    if (data) emulator::Workspace::add(session, name, data, count * int64_t{sizeof *data}, use);
   };
-  add_part("workspace.stats", workspace.stats, rows_q);
-  add_part("workspace.dq", workspace.dq, rows_q * plan.head_dim);
-  add_part("workspace.dk", workspace.dk, rows_k * plan.head_dim);
-  add_part("workspace.dv", workspace.dv, rows_k * plan.head_dim);
-  add_part("workspace.tickets", workspace.tickets, 1);
-  add_part("workspace.added", workspace.added, blocks_q);
+  add_part("workspace.stats", workspace.stats, rows_q, in_order);
+  add_part("workspace.dq", workspace.dq, rows_q * plan.head_dim, in_any);
+  add_part("workspace.dk", workspace.dk, rows_k * plan.head_dim, in_order);
+  add_part("workspace.dv", workspace.dv, rows_k * plan.head_dim, in_order);
+  add_part("workspace.adders", workspace.adders, blocks_q, in_any);
+  add_part("workspace.tickets", workspace.tickets, 1, in_order);
+  add_part("workspace.added", workspace.added, blocks_q, in_order);
 }
 
 }  // namespace

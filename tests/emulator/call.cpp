@@ -51,9 +51,10 @@ void Workspace::allocate(int64_t bytes) {
   std::memset(memory_.get(), 0xff, chunks * sizeof(Chunk));
 }
 
-void Workspace::add(Session& session, const char* name, const void* data, int64_t bytes) {
+void Workspace::add(Session& session, const char* name, const void* data, int64_t bytes,
+                    GlobalMemory::Use use) {
   if (bytes == 0) return;
-  session.global.add({name, GlobalMemory::Use::kWorkspace, data, {1, 1, 1}, {}, bytes});
+  session.global.add({name, use, data, {1, 1, 1}, {}, bytes});
 }
 
 }  // namespace flash_cute::emulator

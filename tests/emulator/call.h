@@ -52,7 +52,8 @@ class Workspace {
   void allocate(int64_t bytes);
   void* data() const { return memory_.get(); }
   // A part of it, of which each byte must be written. None if `bytes` is 0.
-  static void add(Session& session, const char* name, const void* data, int64_t bytes);
+  static void add(Session& session, const char* name, const void* data, int64_t bytes,
+                  GlobalMemory::Use use = GlobalMemory::Use::kWorkspace);
 
  private:
   struct alignas(16) Chunk {

@@ -214,15 +214,26 @@ bool Cta::only_one_can_run() const {
   return runnable == 1;
 }
 
-void Cta::begin_turn(Thread& thread, const int* counter, int turn, const void* code) {
-  while (Turns::value(counter) != turn) {
+void Cta::wait_for_counter(Thread& thread, const int* counter, int value, const void* code) {
+  while (Turns::value(counter) != value) {
     if (!only_one_can_run()) {
       yield(thread);
       continue;
     }
-    const std::string wrong = launch_.turns->wait(counter, turn);
+    const std::string wrong = launch_.turns->wait(counter, value);
     if (!wrong.empty()) emulator::fail(thread, code, "%s", wrong.c_str());
   }
+}
+
+void Cta::raise_flag(const Thread& thread, int* flag, const void* code) {
+  if (tma.adds(thread) || thread.added) {
+    emulator::fail(thread, code, "raises a flag, but has not waited for and published its sums");
+  }
+  launch_.turns->pass(flag);
+}
+
+void Cta::begin_turn(Thread& thread, const int* counter, int turn, const void* code) {
+  wait_for_counter(thread, counter, turn, code);
   for (const Thread& other : threads_) {
     if (!other.added || other.turn) continue;
     emulator::fail(thread, code, "begins a turn after thread %d has added to a sum", other.index);

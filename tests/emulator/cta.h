@@ -110,6 +110,8 @@ class Cta {
 
   // For the running thread: turns that threads of the CTA have, and what they add in them. A thread
   // adds in the turn that began before, as barriers tell it.
+  void wait_for_counter(Thread& thread, const int* counter, int value, const void* code);
+  void raise_flag(const Thread& thread, int* flag, const void* code);
   void begin_turn(Thread& thread, const int* counter, int turn, const void* code);
   void add_in_turn(Thread& thread, const void* code);
   void add(Thread& thread, float* sums, std::span<const float> x, const void* code);

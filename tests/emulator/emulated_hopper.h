@@ -74,13 +74,14 @@ EMULATED void tma_store_wait() {
 EMULATED void bulk_load(const void* source, void* target, int bytes, Barrier& arrival) {
   emulator::bulk_load(source, target, bytes, arrival.state());
 }
+EMULATED void bulk_store(float* target, const void* source, int bytes) {
+  emulator::bulk_store(target, source, bytes);
+}
+EMULATED void fence_async_proxy_global() {}
 EMULATED void bulk_reduce_add(float* sums, const void* source, int bytes) {
   emulator::bulk_reduce_add(sums, source, bytes);
 }
 EMULATED void bulk_wait_complete() { emulator::bulk_wait_complete(); }
-EMULATED void reduce_add(float* sums, const float (&x)[4]) {
-  emulator::reduce_add(sums, {x[0], x[1], x[2], x[3]});
-}
 EMULATED void prefetch_tensor_map(const CUtensorMap& map) { emulator::prefetch_tensor_map(&map); }
 
 EMULATED void named_barrier_arrive(int barrier, int warpgroups = 2) {

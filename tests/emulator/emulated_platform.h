@@ -40,6 +40,8 @@ inline int next_number(int* counter) { return emulator::next_number(counter); }
 inline void wait_for_turn(const int* counter, int turn) { emulator::wait_for_turn(counter, turn); }
 inline void publish() { emulator::publish(); }
 inline void pass_turn(int* counter) { emulator::pass_turn(counter); }
+inline void raise_flag(int* flag) { emulator::raise_flag(flag); }
+inline void wait_for_flag(const int* flag) { emulator::wait_for_flag(flag); }
 
 inline float flush_denormal(float x) {
   return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x;

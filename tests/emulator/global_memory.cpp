@@ -69,11 +69,14 @@ std::string GlobalMemory::read(const void* address, int bytes, int alignment) {
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
   if (row->use == Use::kOutput) return "of the output " + name(*row) + ", which is not to be read";
-  if (row->use == Use::kWorkspace) {
+  if (row->use == Use::kWorkspace || row->use == Use::kSums) {
     const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
     for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
       uint8_t state = kBefore;
       auto& cell = written_[row->first_cell + i];
+      if (row->use == Use::kSums && cell.exchange(kRead, std::memory_order_relaxed) != kNever) {
+        continue;
+      }
       if (!cell.compare_exchange_strong(state, kRead, std::memory_order_relaxed) &&
           state != kRead) {
         return "byte " + std::to_string(i * kCellBytes) + " of " + name(*row) +
@@ -89,13 +92,14 @@ std::string GlobalMemory::reduce(const void* address, int bytes) {
   if (!aligned(address, bytes)) return kMisaligned;
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
-  if (row->use != Use::kWorkspace) return "of " + name(*row) + ", which is no workspace";
+  if (row->use != Use::kWorkspace && row->use != Use::kSums) return "of " + name(*row) + ", which is no workspace";
   const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
   for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
     const uint8_t before =
         written_[row->first_cell + i].exchange(kReduced, std::memory_order_relaxed);
     if (before == kRead) return "of " + name(*row) + ", which this launch reads";
-    if (before != kBefore && before != kReduced) {
+    const bool is_stored = row->use == Use::kSums && before == kInThisLaunch;
+    if (before != kBefore && before != kReduced && !is_stored) {
       return "of " + name(*row) + ", which no launch before has written";
     }
   }
@@ -118,7 +122,7 @@ std::string GlobalMemory::write(const void* address, int bytes, int alignment) {
 
 std::string GlobalMemory::unwritten() const {
   for (const Row& row : rows_) {
-    if (row.use == Use::kInput) continue;
+    if (row.use == Use::kInput || row.use == Use::kSums) continue;
     for (int64_t i = 0; i < static_cast<int64_t>(row.end - row.begin) / kCellBytes; ++i) {
       if (!written_[row.first_cell + i].load(std::memory_order_relaxed)) {
         return "nobody has written byte " + std::to_string(i * kCellBytes) + " of " + name(row);

@@ -184,6 +184,16 @@ void pass_turn(int* counter) {
   running->cta->end_turn(*running, counter, CALLER);
 }
 
+void raise_flag(int* flag) {
+  running->cta->check_sum(*running, flag, 4, CALLER);
+  running->cta->raise_flag(*running, flag, CALLER);
+}
+
+void wait_for_flag(const int* flag) {
+  running->cta->check_sum(*running, flag, 4, CALLER);
+  running->cta->wait_for_counter(*running, flag, 1, CALLER);
+}
+
 namespace {
 
 extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start[], _end[];

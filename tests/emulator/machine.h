@@ -42,6 +42,8 @@ int next_number(int* counter);
 void wait_for_turn(const int* counter, int turn);
 void publish();
 void pass_turn(int* counter);
+void raise_flag(int* flag);
+void wait_for_flag(const int* flag);
 
 // Runs `kernel` for every thread of every CTA, on emulated memories. CTAs start in an order that
 // the session's seed decides; seed 0 leaves them in theirs.

@@ -66,6 +66,9 @@ void prefetch_tensor_map(const void*) {}
 void bulk_load(const void* source, void* target, int bytes, const void* barrier) {
   running->cta->tma.bulk_load(*running, source, target, bytes, barrier, CALLER);
 }
+void bulk_store(float* target, const void* source, int bytes) {
+  running->cta->tma.bulk_store(*running, target, source, bytes, CALLER);
+}
 void bulk_reduce_add(float* sums, const void* source, int bytes) {
   running->cta->tma.bulk_reduce_add(*running, sums, source, bytes, CALLER);
 }

@@ -34,6 +34,7 @@ void prefetch_tensor_map(const void* map);
 // that are added to sums in global memory (`reduce_add`). The latter join the stores' groups, and
 // arrive as late as they may: when the thread waits for that, or as the CTA ends.
 void bulk_load(const void* source, void* target, int bytes, const void* barrier);
+void bulk_store(float* target, const void* source, int bytes);
 void bulk_reduce_add(float* sums, const void* source, int bytes);
 void bulk_wait_complete();  // cp.async.bulk.wait_group 0
 

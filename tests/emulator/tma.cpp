@@ -131,23 +131,30 @@ void Tma::land(Cta& cta, const Load& load) {
 
 void Tma::store(Thread& thread, const void* map, const void* source, const Coordinates& coordinates,
                 const void* code) {
-  begin_store(thread, box_at(thread, "stores from", map, source, coordinates, code), false);
+  begin_store(thread, box_at(thread, "stores from", map, source, coordinates, code),
+              Store::Kind::kTensor);
+}
+
+void Tma::bulk_store(Thread& thread, float* target, const void* source, int bytes,
+                     const void* code) {
+  begin_store(thread, flat_box(thread, "stores at", target, source, bytes, code),
+              Store::Kind::kFlat);
 }
 
 void Tma::bulk_reduce_add(Thread& thread, float* sums, const void* source, int bytes,
                           const void* code) {
   const Box box = flat_box(thread, "adds", sums, source, bytes, code);
   thread.cta->add_in_turn(thread, code);
-  begin_store(thread, box, true);
+  begin_store(thread, box, Store::Kind::kAdds);
 }
 
-void Tma::begin_store(Thread& thread, const Box& box, bool adds) {
+void Tma::begin_store(Thread& thread, const Box& box, Store::Kind kind) {
   Cta& cta = *thread.cta;
-  const Store store{box, adds, &thread, thread.tma_store_group, false};
+  const Store store{box, kind, &thread, thread.tma_store_group, false};
   begin_read(cta, store);
   box.for_each_row([&](int, const unsigned char* address, int bytes) {
     if (!address) return;
-    if (adds) {
+    if (kind == Store::Kind::kAdds) {
       cta.check_sum(thread, address, bytes, box.code);
       cta.counters.tma_reduce_bytes += bytes;
       return;
@@ -165,7 +172,7 @@ void Tma::begin_store(Thread& thread, const Box& box, bool adds) {
 }
 
 void Tma::begin_read(Cta& cta, const Store& store) {
-  const auto& reader = store.adds ? SharedMemory::kTmaReduction : SharedMemory::kTmaStore;
+  const auto& reader = store.kind == Store::Kind::kAdds ? SharedMemory::kTmaReduction : SharedMemory::kTmaStore;
   SharedMemory::AsyncRead read(cta.shared, reader, {store.thread, 1}, store.box.code);
   store.box.for_each_chunk([&](uint32_t offset, const unsigned char*, int) { read.begin(offset); });
 }
@@ -174,10 +181,11 @@ void Tma::read(Cta& cta, Store& store) {
   store.has_read = true;
   --unread_;
   // A tensor that is stored is one that may be written.
-  if (store.adds) {
+  if (store.kind != Store::Kind::kTensor) {
     const auto* x = reinterpret_cast<const float*>(cta.shared.data() + store.box.offset);
     auto* sums = reinterpret_cast<float*>(const_cast<unsigned char*>(store.box.map.data));
-    additions_.push_back({store.thread, store.group, sums, {x, x + store.box.bytes() / 4}});
+    additions_.push_back({store.thread, store.group, sums, {x, x + store.box.bytes() / 4},
+                          store.kind == Store::Kind::kAdds});
     return;
   }
   store.box.for_each_chunk([&](uint32_t offset, const unsigned char* address, int bytes) {
@@ -207,6 +215,11 @@ void Tma::wait(Thread& thread, int groups_in_flight) {
   }
 }
 
+void Tma::Addition::land() const {
+  if (adds) return add_to(sums, x);
+  std::copy(x.begin(), x.end(), sums);
+}
+
 void Tma::wait_complete(Thread& thread, const void* code) {
   wait(thread, 0);
   auto is_waited_for = [&](const Addition& addition) {
@@ -215,7 +228,7 @@ void Tma::wait_complete(Thread& thread, const void* code) {
   for (const Addition& addition : additions_) {
     if (!is_waited_for(addition)) continue;
     thread.cta->add_in_turn(thread, code);  // it is now that there is something to publish
-    add_to(addition.sums, addition.x);
+    addition.land();
   }
   std::erase_if(additions_, is_waited_for);
 }
@@ -223,7 +236,7 @@ void Tma::wait_complete(Thread& thread, const void* code) {
 bool Tma::adds(const Thread& thread) const {
   auto is_its = [&](const auto& other) { return other.thread == &thread; };
   return std::ranges::any_of(additions_, is_its) ||
-         std::ranges::any_of(stores_, [&](const Store& s) { return s.adds && is_its(s); });
+         std::ranges::any_of(stores_, [&](const Store& s) { return s.kind != Store::Kind::kTensor && is_its(s); });
 }
 
 void Tma::check_stored(const Thread& thread) const {
@@ -231,7 +244,7 @@ void Tma::check_stored(const Thread& thread) const {
     if (store.thread != &thread) continue;
     fail(thread, store.box.code, "ends without having %s its TMA %s",
          store.group == thread.tma_store_group ? "committed" : "waited for",
-         store.adds ? "reduction" : "store");
+         store.kind == Store::Kind::kAdds ? "reduction" : "store");
   }
 }
 
@@ -254,7 +267,7 @@ void Tma::end(Cta& cta) {
     cta.fail("CTA " + std::to_string(cta.index()) +
              " ends while a TMA load is under way that began " + place(loads_.front().box.code));
   }
-  for (const Addition& addition : additions_) add_to(addition.sums, addition.x);
+  for (const Addition& addition : additions_) addition.land();
 }
 
 namespace {

@@ -50,6 +50,7 @@ class Tma {
              const void* code);
   void bulk_load(Thread& thread, const void* source, void* target, int bytes, const void* barrier,
                  const void* code);
+  void bulk_store(Thread& thread, float* target, const void* source, int bytes, const void* code);
   void bulk_reduce_add(Thread& thread, float* sums, const void* source, int bytes,
                        const void* code);
   void wait(Thread& thread, int groups_in_flight);
@@ -82,24 +83,26 @@ class Tma {
   };
   struct Store {
     Box box;
-    bool adds;
+    enum class Kind { kTensor, kFlat, kAdds } kind;
     const Thread* thread;
     int64_t group;
-    bool has_read;  // shared memory, and written unless it adds
+    bool has_read;  // shared memory, and written if to a tensor
   };
-  // What has been read, and will be added when the thread waits for that, or as the CTA ends.
+  // What has been read, and will be added or stored when the thread waits for that, or as the CTA ends.
   struct Addition {
     const Thread* thread;
     int64_t group;
     float* sums;
     std::vector<float> x;
+    bool adds;
+    void land() const;
   };
   static Box box_at(Thread& thread, const char* verb, const void* map, const void* shared,
                     const Coordinates& coordinates, const void* code);
   static Box flat_box(Thread& thread, const char* verb, const void* global, const void* shared,
                       int bytes, const void* code);
   void begin_load(Thread& thread, const Box& box, const void* barrier);
-  void begin_store(Thread& thread, const Box& box, bool adds);
+  void begin_store(Thread& thread, const Box& box, Store::Kind kind);
   static void land(Cta& cta, const Load& load);
   static void begin_read(Cta& cta, const Store& store);
   void read(Cta& cta, Store& store);

@@ -60,6 +60,13 @@ CUTE_DEVICE void pass_turn(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
+// A flag in global memory, 0 until one thread raises it. Who has waited for it sees what that thread
+// saw before.
+CUTE_DEVICE void raise_flag(int* flag) {
+  asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+}
+CUTE_DEVICE void wait_for_flag(const int* flag) { wait_for_turn(flag, 1); }
+
 // 2^x to about 2 ulp, denormal results flushed to zero: one instruction.
 CUTE_DEVICE float exp2(float x) {
   float y;

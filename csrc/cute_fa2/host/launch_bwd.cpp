@@ -11,7 +11,7 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   params.n_blocks = plan.n_blocks;
   params.head_splits = plan.head_splits;
   params.workspace = place_workspace(plan, params, workspace);
-  launch_preprocess(params, plan.block_m, plan.head_dim, device, stream);
+  launch_preprocess(params, plan, device, stream);
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
     dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {

@@ -15,7 +15,7 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
 
 // Runs ahead of the others: statistics, and sums and counters that begin as 0
 // (preprocess/launch.cu).
-void launch_preprocess(const BwdParams& params, int block_m, int tile_head_dim, int device,
+void launch_preprocess(const BwdParams& params, const BwdPlan& plan, int device,
                        cudaStream_t stream);
 
 // Instantiated in the generated files; defined in smXX/bwd/launch.h.

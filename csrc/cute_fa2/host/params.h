@@ -102,6 +102,15 @@ struct alignas(8) RowGradStats {
   float delta;     // rowsum(dO * O) - dlse
 };
 
+// sm90: the tiles of keys that add to a block of dQ's sums, in any order. The first stores its part,
+// the last makes dQ of the sums.
+struct alignas(16) DqAdders {
+  int begun;    // how many have begun to add, or to store
+  int stored;   // whether the first one's part is there
+  int counted;  // of `expected` that have added: counts from 1 - expected on
+  int next;     // list of the blocks that a consumer makes dQ of: the next one's index, or -1
+};
+
 // What the kernels of a backward hand on. Tiles are as the plan's: rows are padded to whole blocks,
 // columns to the tile's head dim. dQ, dK and dV are sums in fp32, without the scale, in the order
 // of a tile's accumulators (sm80/bwd/accumulator.h).
@@ -110,7 +119,8 @@ struct BwdWorkspace {
   float* dq;            // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
   float* dk;  // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;  // likewise
-  // Where dQ's sums are in order: how many tiles have been taken, and of each block of dq how many
+  DqAdders* adders;  // sm90: of each block of dq; (batch, heads_q, m_blocks)
+  // sm80: where dQ's sums are in order: how many tiles have been taken, and of each block of dq how many
   // key blocks have been added. Else null.
   int* tickets;
   int* added;  // (batch, heads_q, m_blocks)

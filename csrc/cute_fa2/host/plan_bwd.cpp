@@ -91,13 +91,15 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
   const int64_t rows_q = blocks_q * plan.block_m;
   const int64_t rows_k = int64_t{params.batch} * params.heads_kv() * plan.n_blocks * plan.block_n;
-  const bool in_order = plan.dq_by == DqBy::kSums && params.deterministic;
+  const bool sums = plan.dq_by == DqBy::kSums;
+  const bool in_order = sums && params.deterministic;
   const int64_t split_rows = plan.head_splits > 1 ? plan.head_splits * rows_k : 0;
   BwdWorkspace workspace;
   workspace.stats = memory.take<RowGradStats>(rows_q);
-  workspace.dq = memory.take<float>(plan.dq_by == DqBy::kSums ? rows_q * plan.head_dim : 0);
+  workspace.dq = memory.take<float>(sums ? rows_q * plan.head_dim : 0);
   workspace.dk = memory.take<float>(split_rows * plan.head_dim);
   workspace.dv = memory.take<float>(split_rows * plan.head_dim);
+  workspace.adders = memory.take<DqAdders>(sums && plan.arch == Arch::kSm90 ? blocks_q : 0);
   workspace.tickets = memory.take<int>(in_order ? 1 : 0);
   workspace.added = memory.take<int>(in_order ? blocks_q : 0);
   return workspace;

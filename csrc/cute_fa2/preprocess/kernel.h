@@ -8,9 +8,11 @@
 #include <type_traits>
 
 #include "common/element.h"
+#include "common/mask.h"
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "host/params.h"
+#include "host/plan_bwd.h"
 
 namespace flash_cute {
 
@@ -30,14 +32,16 @@ struct PreprocessKernel {
     cutlass::FastDivmod m_blocks;
     cutlass::FastDivmod heads;
     int block_m;
+    int block_n;
     int tile_head_dim;
 
-    Arguments(const BwdParams& params, int block_m, int tile_head_dim)
+    Arguments(const BwdParams& params, const BwdPlan& plan)
         : params(params),
           m_blocks(params.m_blocks),
           heads(params.heads_q),
-          block_m(block_m),
-          tile_head_dim(tile_head_dim) {}
+          block_m(plan.block_m),
+          block_n(plan.block_n),
+          tile_head_dim(plan.head_dim) {}
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
@@ -74,7 +78,20 @@ struct PreprocessKernel {
       params.workspace.stats[block * arguments.block_m + in_block] = stats;
     }
 
-    if (params.workspace.dq) {
+    if (params.workspace.adders) {
+      // A band serves every mask.
+      const Mask<MaskKind::kBanded, UnpackedRows> mask(params, sequence, UnpackedRows{});
+      const int row0 = m_block * arguments.block_m;
+      const int row_end = cute::min(row0 + arguments.block_m, sequence.len_q);
+      const BlockRange tiles = mask.visible_blocks(row0, row_end, arguments.block_n);
+      const int expected = tiles.end - tiles.begin;
+      if (thread == 0) {
+        DqAdders& adders = params.workspace.adders[block];
+        adders.begun = adders.stored = 0;
+        adders.counted = 1 - expected;
+      }
+      if (expected <= 0) store_zero_rows(params, batch, head, sequence.first_q, row0, row_end);
+    } else if (params.workspace.dq) {
       const int size = arguments.block_m * arguments.tile_head_dim;  // a multiple of 4
       float* const sums = params.workspace.dq + block * size;
       for (int i = 4 * thread; i < size; i += 4 * Traits::kThreads) store_zeros(sums + i);
@@ -102,6 +119,20 @@ struct PreprocessKernel {
       for (int i = 0; i < 8; ++i) sum = fmaf(float(of_a(i)), float(of_b(i)), sum);
     }
     return sum;
+  }
+
+  // dQ of rows that see no key: no tile comes by.
+  static CUTE_DEVICE void store_zero_rows(const BwdParams& params, int batch, int head,
+                                          int64_t first, int row0, int row_end) {
+    const TensorView<void*>& view = params.dq;
+    auto* const rows = static_cast<Element*>(view.data) + batch * view.stride_batch +
+                       head * view.stride_head + first * view.stride_row;
+    const int pairs = params.head_dim / 2;
+    const int thread = platform::thread_index();
+    for (int i = thread; i < (row_end - row0) * pairs; i += Traits::kThreads) {
+      Element* const to = rows + (row0 + i / pairs) * view.stride_row + i % pairs * 2;
+      *reinterpret_cast<uint32_t*>(to) = 0;
+    }
   }
 
   static CUTE_DEVICE void store_zeros(float* to) {

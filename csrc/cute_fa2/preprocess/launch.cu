@@ -5,11 +5,11 @@
 
 namespace flash_cute {
 
-void launch_preprocess(const BwdParams& params, int block_m, int tile_head_dim, int device,
+void launch_preprocess(const BwdParams& params, const BwdPlan& plan, int device,
                        cudaStream_t stream) {
   dtype_switch(params.dtype, [&](auto dtype) {
     using Kernel = PreprocessKernel<dtype()>;
-    run_grid<Kernel>(typename Kernel::Arguments(params, block_m, tile_head_dim),
+    run_grid<Kernel>(typename Kernel::Arguments(params, plan),
                      int64_t{params.batch} * params.heads_q * params.m_blocks, device, stream);
   });
 }

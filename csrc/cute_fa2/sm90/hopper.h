@@ -118,6 +118,10 @@ CUTE_DEVICE void tma_store_wait() {
 CUTE_DEVICE void bulk_load(const void* source, void* target, int bytes, Barrier& arrival) {
   cute::SM90_BULK_COPY_G2S::copy(source, arrival.state(), target, bytes);
 }
+// One thread starts to store `bytes` (a multiple of 16) from shared to global memory.
+CUTE_DEVICE void bulk_store(float* target, const void* source, int bytes) {
+  cute::SM90_BULK_COPY_S2G::copy(source, target, bytes);
+}
 // One thread starts to add `bytes` (a multiple of 16) of floats in shared memory to sums in global
 // memory, in any order with what others add. As tma_store in fences and groups.
 CUTE_DEVICE void bulk_reduce_add(float* sums, const void* source, int bytes) {
@@ -128,11 +132,9 @@ CUTE_DEVICE void bulk_reduce_add(float* sums, const void* source, int bytes) {
 }
 // Returns when all of this thread's groups are complete: their sums are in global memory.
 CUTE_DEVICE void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Adds to four neighbouring sums in global memory, as platform::reduce_add.
-CUTE_DEVICE void reduce_add(float* sums, const float (&x)[4]) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums), "f"(x[0]),
-               "f"(x[1]), "f"(x[2]), "f"(x[3])
-               : "memory");
+// Between what this thread knows of global memory and bulk copies that it starts.
+CUTE_DEVICE void fence_async_proxy_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 CUTE_DEVICE void prefetch_tensor_map(const CUtensorMap& map) {
   cute::prefetch_tma_descriptor(&map);

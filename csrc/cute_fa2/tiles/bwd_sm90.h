@@ -34,13 +34,13 @@ struct BwdConfigSm90 {
   constexpr bool is_one_pass() const { return head_dim <= 128; }
   constexpr int block_n() const { return is_one_pass() ? consumers * kConsumerKeys : kConsumerKeys; }
   constexpr WarpgroupRoles roles() const { return {consumers}; }
-  // K, V, Q and dO; one pass: dS, each consumer's dQ; by roles: P; the rows' statistics, barriers and
-  // the ticket, in whole KB.
+  // K, V, Q and dO; one pass: dS, each consumer's dQ; by roles: P; the rows' statistics and barriers, in
+  // whole KB.
   constexpr int smem_bytes(int element_bytes) const {
     const int kv = block_n() * (head_dim + head_dim_v);
     const int q_and_dout = stages * kBlockM * (head_dim + head_dim_v);
     const int ds = kDsStages * kBlockM * block_n();
-    const int rest = (stages * kBlockM * 8 + 128 + 1023) / 1024 * 1024;
+    const int rest = (stages * kBlockM * 8 + 256 + 1023) / 1024 * 1024;
     const int inputs = (kv + q_and_dout) * element_bytes;
     if (!is_one_pass()) return inputs + kWeightStages * kBlockM * kConsumerKeys * 4 + rest;
     return inputs + ds * element_bytes + consumers * kBlockM * head_dim * 4 + rest;

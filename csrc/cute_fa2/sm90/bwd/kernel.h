@@ -8,6 +8,7 @@
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
+#include "sm90/bwd/adder.h"
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/mainloop.h"
 #include "sm90/bwd/pipeline.h"
@@ -44,6 +45,12 @@ struct BwdKernel {
       if (hopper::is_first_thread()) {
         const Sequence sequence(params, tile.batch);
         BwdProducer<Traits>(arguments, tile, sequence, smem).run(walk(arguments, tile, sequence));
+      } else if (arguments.dq_by == DqBy::kSums && hopper::is_first_lane()) {
+        const int consumer = hopper::warp_in_warpgroup() - 1;
+        const Sequence sequence(params, tile.batch);
+        if (consumer < Traits::kConsumers) {
+          DqAdder<Traits>(arguments, tile, smem, consumer).run(walk(arguments, tile, sequence));
+        }
       }
     } else {
       hopper::register_alloc<Traits::kConfig.roles().consumer_registers()>();
@@ -52,8 +59,8 @@ struct BwdKernel {
       auto tdVrdV = partition_fragment_C(typename Traits::MmaDv{}, typename Traits::ShapeDv{});
       const TileCoord tile = tile_of(arguments);
       const Sequence sequence(params, tile.batch);
-      Mainloop(arguments, tile, sequence, smem, consumer)
-          .run(walk(arguments, tile, sequence), tdKrdK, tdVrdV);
+      Mainloop mainloop(arguments, tile, sequence, smem, consumer);
+      mainloop.run(walk(arguments, tile, sequence), tdKrdK, tdVrdV);
       using Element = typename Traits::Element;
       store_keys<Element, typename Traits::MmaDk, typename Traits::ShapeDk, Traits::kConsumers>(
           arguments, tile, sequence, consumer,
@@ -61,6 +68,7 @@ struct BwdKernel {
       store_keys<Element, typename Traits::MmaDv, typename Traits::ShapeDv, Traits::kConsumers>(
           arguments, tile, sequence, consumer,
           {params.dv, params.workspace.dv, params.head_dim_v, 1.f}, tdVrdV);
+      mainloop.make_dq_of_sums();
     }
   }
 

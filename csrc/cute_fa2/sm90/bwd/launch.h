@@ -59,13 +59,6 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   if constexpr (kEntry.keys.is_one_pass()) {
     using Traits = BwdTraits<kDType, kEntry.keys>;
     launch_keys<Traits, BwdKernel<Traits, kMask>>(plan, arguments, device, stream);
-    if (plan.dq_by == DqBy::kSums) {
-      using Convert = ConvertKernel<typename Traits::Element, typename Traits::MmaDq,
-                                    typename Traits::ShapeQ, 1>;
-      launch_convert<Convert>(params.dq, params.workspace.dq, params, 1, params.heads_q,
-                              params.m_blocks, params.len_q, params.head_dim, params.scale.scale,
-                              device, stream);
-    }
   } else {
     using Traits = DkvTraits<kDType, kEntry.keys>;
     launch_keys<Traits, DkvKernel<Traits, kMask>>(plan, arguments, device, stream);

@@ -67,7 +67,25 @@ class BwdMainloop {
     for (QueryBlock block = walk.first(); walk.has(block); block = walk.next(block)) {
       step(block, tdKrdK, tdVrdV);
     }
-    WarpgroupSums::wait_until_read();
+  }
+
+  // At the end of the tile: dQ of the blocks to which this consumer was the last to add.
+  CUTE_DEVICE void make_dq_of_sums() {
+    using namespace cute;
+    if (arguments_.dq_by != DqBy::kSums) return;
+    smem_.dq_done[consumer_].wait(0);  // fault: bwd90-dq-done
+    platform::publish();               // shows what the others have added
+    const int m_blocks = params_.m_blocks;
+    CUTE_NO_UNROLL
+    for (int index = smem_.finished[consumer_]; index >= 0;) {
+      const int next = params_.workspace.adders[index].next;
+      auto sums = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
+      clear(sums);
+      WarpgroupSums::add_from(params_.workspace.dq + int64_t{index} * size(typename Traits::ShapeQ{}),
+                              sums);
+      store_dq({index / m_blocks % params_.heads_q, index % m_blocks}, sums);
+      index = next;
+    }
   }
 
  private:
@@ -189,21 +207,26 @@ class BwdMainloop {
     }
   }
 
-  // Adds this tile's part of dQ to the sums of the block, or stores it where it is the whole.
   template <class Dq>
-  CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) const {
-    using namespace cute;
-    const int row0 = block.m_block * kBlockM;
-    if (arguments_.dq_by == DqBy::kTile) {
-      const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
-                                   sequence_.first_q, sequence_.len_q, params_.head_dim};
-      store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
-          place, row0, params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
-      return;
-    }
-    constexpr int kSize = decltype(size(typename Traits::ShapeQ{}))::value;
-    float* const sums = params_.workspace.dq + index_of(params_, tile_, block) * kSize;
-    WarpgroupSums::bulk_add_to(sums, smem_.dq[consumer_], tdQrdQ);
+  CUTE_DEVICE void store_dq(QueryBlock block, Dq& tdQrdQ) const {
+    const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
+                                 sequence_.first_q, sequence_.len_q, params_.head_dim};
+    store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
+        place, block.m_block * kBlockM, params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
+  }
+
+  // Hands this tile's part of dQ to who adds it (DqAdder), or stores it where it is the whole.
+  template <class Dq>
+  CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) {
+    if (arguments_.dq_by == DqBy::kTile) return store_dq(block, tdQrdQ);
+    // The part before has been read.
+    smem_.dq_empty[consumer_].wait(dq_parity_ ^ 1);  // fault: bwd90-dq-empty
+    dq_parity_ ^= 1;
+    WarpgroupSums::store_to_shared(smem_.dq[consumer_], tdQrdQ);
+    // Visible to the bulk copy, once all lanes are here.
+    hopper::fence_async_proxy();  // fault: bwd90-bulk-fence
+    hopper::sync_warp();
+    hopper::arrive_of_warp(smem_.dq_full[consumer_], /*after_accesses=*/true);
   }
 
   const BwdArguments& arguments_;
@@ -216,7 +239,8 @@ class BwdMainloop {
   int address_;  // of smem_.q, as SharedOperand counts
   State stage_;  // of Q and dO
   typename BwdPipeline<Traits>::DsState ds_;
-  int dq_consumer_ = 0;  // whose turn it is to compute dQ
+  int dq_consumer_ = 0;     // whose turn it is to compute dQ
+  uint32_t dq_parity_ = 0;  // of this consumer's parts
 };
 
 }  // namespace flash_cute::sm90

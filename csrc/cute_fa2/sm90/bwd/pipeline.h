@@ -31,6 +31,12 @@ struct BwdPipeline {
       smem.ds_full[stage].init(kWarps);
       smem.ds_empty[stage].init(hopper::kWarpgroup / 32);
     }
+    for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+      // A part of dQ is there; it has been read; all have been added.
+      smem.dq_full[consumer].init(hopper::kWarpgroup / 32);
+      smem.dq_empty[consumer].init(1);
+      smem.dq_done[consumer].init(1);
+    }
   }
 };
 

@@ -21,26 +21,6 @@ class WarpgroupSums {
   }
 
  public:
-  // Adds to them by a bulk copy, by way of `staged` in shared memory, which is as large.
-  template <class Accumulator>
-  static CUTE_DEVICE void bulk_add_to(float* part, float* staged, const Accumulator& accumulator) {
-    constexpr int kOfWarp = 32 * decltype(cute::size(accumulator))::value;
-    const int first = hopper::warp_in_warpgroup() * kOfWarp;
-    wait_until_read();  // fault: bwd90-staged
-    store_to_shared(staged, accumulator);
-    // Visible to the bulk copy, once all lanes are here.
-    hopper::fence_async_proxy();  // fault: bwd90-bulk-fence
-    hopper::sync_warp();
-    if (hopper::is_first_lane()) {
-      hopper::bulk_reduce_add(part + first, staged + first, kOfWarp * 4);
-      hopper::tma_store_commit();
-    }
-  }
-  // Until the bulk copies of this warp have read shared memory.
-  static CUTE_DEVICE void wait_until_read() {
-    if (hopper::is_first_lane()) hopper::tma_store_wait<0>();
-    hopper::sync_warp();
-  }
   template <class Accumulator>
   static CUTE_DEVICE void store_to(float* part, const Accumulator& accumulator) {
     for_each_four(accumulator, [&](int i, int offset) {

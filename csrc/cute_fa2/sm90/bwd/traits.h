@@ -106,6 +106,10 @@ struct BwdTraits {
     hopper::Barrier dout_empty[kStages];
     hopper::Barrier ds_full[kDsStages];
     hopper::Barrier ds_empty[kDsStages];
+    hopper::Barrier dq_full[kConsumers];
+    hopper::Barrier dq_empty[kConsumers];
+    hopper::Barrier dq_done[kConsumers];
+    int finished[kConsumers];  // the list of blocks of dQ that the consumer makes of sums
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 

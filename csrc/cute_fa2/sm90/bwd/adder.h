@@ -1,0 +1,77 @@
+// Adds a consumer's parts of dQ to their sums in memory, beside the consumer: one thread of a warp of
+// the producer's warpgroup. A part comes from shared memory by a bulk copy. Who adds first to a block
+// stores instead, so sums need no zeros ahead. Only for that one do the others wait, and it waits for
+// nobody: a CTA may run or not. Who adds last leaves the block to its consumer, which makes dQ of the
+// sums at the end of the tile.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/platform.h"
+#include "common/tile_decoder.h"
+#include "sm90/bwd/arguments.h"
+#include "sm90/bwd/query_walk.h"
+#include "sm90/hopper.h"
+
+namespace flash_cute::sm90 {
+
+template <class Traits>
+class DqAdder {
+  using SharedMemory = typename Traits::SharedMemory;
+  static constexpr int kSize = decltype(cute::size(typename Traits::ShapeQ{}))::value;
+
+ public:
+  CUTE_DEVICE DqAdder(const BwdArguments& arguments, TileCoord tile, SharedMemory& smem,
+                      int consumer)
+      : params_(arguments.params), tile_(tile), smem_(smem), consumer_(consumer) {}
+
+  CUTE_DEVICE void run(const QueryWalk& walk) {
+    int finished = -1;
+    int turn = 0;
+    uint32_t parity = 0;
+    for (QueryBlock block = walk.first(); !walk.is_empty() && walk.has(block);
+         block = walk.next(block)) {
+      if (turn == consumer_) {
+        smem_.dq_full[consumer_].wait(parity);  // a part of dQ is there; fault: bwd90-dq-full
+        parity ^= 1;
+        const auto index = static_cast<int>(index_of(params_, tile_, block));
+        if (add(index)) {
+          params_.workspace.adders[index].next = finished;
+          finished = index;
+        }
+      }
+      if (++turn == Traits::kConsumers) turn = 0;
+    }
+    smem_.finished[consumer_] = finished;
+    smem_.dq_done[consumer_].arrive();
+  }
+
+ private:
+  // Returns whether all parts of the block are there.
+  CUTE_DEVICE bool add(int index) {
+    DqAdders& adders = params_.workspace.adders[index];
+    float* const sums = params_.workspace.dq + int64_t{index} * kSize;
+    const bool is_first = platform::next_number(&adders.begun) == 0;
+    if (is_first) {
+      hopper::bulk_store(sums, smem_.dq[consumer_], sizeof smem_.dq[0]);
+    } else {
+      platform::wait_for_flag(&adders.stored);  // fault: bwd90-dq-stored
+      hopper::fence_async_proxy_global();
+      hopper::bulk_reduce_add(sums, smem_.dq[consumer_], sizeof smem_.dq[0]);
+    }
+    hopper::tma_store_commit();
+    hopper::tma_store_wait<0>();  // the part has been read; fault: bwd90-staged
+    smem_.dq_empty[consumer_].arrive();
+    hopper::bulk_wait_complete();  // fault: bwd90-dq-complete
+    platform::publish();
+    if (is_first) platform::raise_flag(&adders.stored);
+    return platform::next_number(&adders.counted) == 0;
+  }
+
+  const BwdParams& params_;
+  TileCoord tile_;
+  SharedMemory& smem_;
+  int consumer_;
+};
+
+}  // namespace flash_cute::sm90
