@@ -42,11 +42,11 @@ struct BwdKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.roles().producer_registers()>();
       const TileCoord tile = tile_of(arguments);
+      const int consumer = hopper::warp_in_warpgroup() - 1;  // of which the warp adds dQ
       if (hopper::is_first_thread()) {
         const Sequence sequence(params, tile.batch);
         BwdProducer<Traits>(arguments, tile, sequence, smem).run(walk(arguments, tile, sequence));
       } else if (arguments.dq_by == DqBy::kSums && hopper::is_first_lane()) {
-        const int consumer = hopper::warp_in_warpgroup() - 1;
         const Sequence sequence(params, tile.batch);
         if (consumer < Traits::kConsumers) {
           DqAdder<Traits>(arguments, tile, smem, consumer).run(walk(arguments, tile, sequence));
