@@ -130,15 +130,15 @@ std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceP
                             : as_json(kBwdTilesSm90[plan.tile], params.dtype);
   const int ctas_per_sm = is_sm80 ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
-  const int ctas = plan.order.tiles();
+  const int tiles = plan.order.tiles();
   return json.add("kernel_mask", params.is_full() ? "full" : "banded")
       .add("m_blocks", plan.m_blocks)
       .add("n_blocks", plan.n_blocks)
       .add("dq_by", name_of(plan.dq_by))
       .add("head_splits", plan.head_splits)
       .add("head_group", plan.order.head_group)
-      .add("ctas", ctas)
-      .add("waves", ctas / at_once)
+      .add("ctas", plan.ctas)
+      .add("waves", tiles / at_once)
       .add("workspace_bytes", plan.workspace_bytes)
       .add("why_not_sm90", plan.why_not_sm90)
       .str();

@@ -120,10 +120,9 @@ struct BwdWorkspace {
   float* dk;  // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;  // likewise
   DqAdders* adders;  // sm90: of each block of dq; (batch, heads_q, m_blocks)
-  // sm80: where dQ's sums are in order: how many tiles have been taken, and of each block of dq how many
-  // key blocks have been added. Else null.
-  int* tickets;
-  int* added;  // (batch, heads_q, m_blocks)
+  int* tickets;  // how many tiles have been taken, where CTAs take them in turn; else null
+  int* added;    // sm80: where dQ's sums are in order, how many key blocks have been added to each
+                 // block of dq, (batch, heads_q, m_blocks); else null
 };
 
 struct BwdParams : AttentionParams {

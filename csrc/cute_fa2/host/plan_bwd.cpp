@@ -99,9 +99,10 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   workspace.dq = memory.take<float>(sums ? rows_q * plan.head_dim : 0);
   workspace.dk = memory.take<float>(split_rows * plan.head_dim);
   workspace.dv = memory.take<float>(split_rows * plan.head_dim);
-  workspace.adders = memory.take<DqAdders>(sums && plan.arch == Arch::kSm90 ? blocks_q : 0);
-  workspace.tickets = memory.take<int>(in_order ? 1 : 0);
-  workspace.added = memory.take<int>(in_order ? blocks_q : 0);
+  const bool is_sm80 = plan.arch == Arch::kSm80;
+  workspace.adders = memory.take<DqAdders>(sums && !is_sm80 ? blocks_q : 0);
+  workspace.tickets = memory.take<int>(in_order || !is_sm80 ? 1 : 0);
+  workspace.added = memory.take<int>(in_order && is_sm80 ? blocks_q : 0);
   return workspace;
 }
 
@@ -120,6 +121,9 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
   check_grid(tiles * plan.head_splits, "key");
   check_grid(int64_t{params.batch} * params.heads_q * plan.m_blocks);
   plan.order = order_tiles(params, plan, device);
+  const int tiles_of_all = plan.order.tiles();
+  plan.ctas = plan.arch == Arch::kSm80 ? tiles_of_all
+                                       : std::min(tiles_of_all, device.multiprocessors);
   Allocator count(nullptr);
   allocate(count, plan, params);
   plan.workspace_bytes = count.bytes();

@@ -48,6 +48,7 @@ struct BwdPlan {
   int n_blocks;
   int head_splits;
   TileOrder order;     // of tiles of block_n keys: it counts them as m_blocks
+  int ctas;            // that take them
   TileOrder dq_order;  // of tiles of query rows, where dQ has a kernel of its own
   int64_t workspace_bytes;
   BwdTensorMaps tensor_maps;  // sm90

@@ -96,10 +96,8 @@ struct PreprocessKernel {
       float* const sums = params.workspace.dq + block * size;
       for (int i = 4 * thread; i < size; i += 4 * Traits::kThreads) store_zeros(sums + i);
     }
-    if (params.workspace.tickets && thread == 0) {
-      params.workspace.added[block] = 0;
-      if (block == 0) *params.workspace.tickets = 0;
-    }
+    if (thread == 0 && params.workspace.added) params.workspace.added[block] = 0;
+    if (thread == 0 && block == 0 && params.workspace.tickets) *params.workspace.tickets = 0;
   }
 
  private:

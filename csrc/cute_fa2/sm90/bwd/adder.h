@@ -2,7 +2,7 @@
 // the producer's warpgroup. A part comes from shared memory by a bulk copy. Who adds first to a block
 // stores instead, so sums need no zeros ahead. Only for that one do the others wait, and it waits for
 // nobody: a CTA may run or not. Who adds last leaves the block to its consumer, which makes dQ of the
-// sums at the end of the tile.
+// sums at the end of its next tile.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -12,6 +12,7 @@
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/query_walk.h"
 #include "sm90/hopper.h"
+#include "sm90/pipeline_state.h"
 
 namespace flash_cute::sm90 {
 
@@ -21,20 +22,21 @@ class DqAdder {
   static constexpr int kSize = decltype(cute::size(typename Traits::ShapeQ{}))::value;
 
  public:
-  CUTE_DEVICE DqAdder(const BwdArguments& arguments, TileCoord tile, SharedMemory& smem,
-                      int consumer)
-      : params_(arguments.params), tile_(tile), smem_(smem), consumer_(consumer) {}
+  CUTE_DEVICE DqAdder(const BwdArguments& arguments, SharedMemory& smem, int consumer)
+      : params_(arguments.params), smem_(smem), consumer_(consumer) {}
 
-  CUTE_DEVICE void run(const QueryWalk& walk) {
+  // The parts of one tile.
+  CUTE_DEVICE void run(TileCoord tile, const QueryWalk& walk) {
     int finished = -1;
     int turn = 0;
-    uint32_t parity = 0;
+    bool had_turn = false;
     for (QueryBlock block = walk.first(); !walk.is_empty() && walk.has(block);
          block = walk.next(block)) {
       if (turn == consumer_) {
-        smem_.dq_full[consumer_].wait(parity);  // a part of dQ is there; fault: bwd90-dq-full
-        parity ^= 1;
-        const auto index = static_cast<int>(index_of(params_, tile_, block));
+        smem_.dq_full[consumer_].wait(parity_);  // a part of dQ is there; fault: bwd90-dq-full
+        parity_ ^= 1;
+        had_turn = true;
+        const int index = index_of(params_, tile, block);
         if (add(index)) {
           params_.workspace.adders[index].next = finished;
           finished = index;
@@ -42,8 +44,11 @@ class DqAdder {
       }
       if (++turn == Traits::kConsumers) turn = 0;
     }
-    smem_.finished[consumer_] = finished;
-    smem_.dq_done[consumer_].arrive();
+    if (!had_turn) return;
+    // The consumer has read the list of two tiles before: this one's parts came later.
+    smem_.finished[list_.stage][consumer_] = finished;
+    smem_.dq_done[list_.stage][consumer_].arrive();
+    list_.advance();
   }
 
  private:
@@ -69,9 +74,10 @@ class DqAdder {
   }
 
   const BwdParams& params_;
-  TileCoord tile_;
   SharedMemory& smem_;
   int consumer_;
+  uint32_t parity_ = 0;  // of the consumer's parts
+  PipelineState<Traits::kLists> list_;
 };
 
 }  // namespace flash_cute::sm90

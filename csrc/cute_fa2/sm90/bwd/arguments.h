@@ -16,6 +16,8 @@ struct BwdArguments {
   int heads_of_split;
   int heads_kv;
   DqBy dq_by;
+  int tiles;  // of keys, shared out among
+  int ctas;
 };
 
 CUTE_DEVICE void prefetch_tensor_maps(const BwdTensorMaps& maps) {

@@ -38,7 +38,7 @@ void launch_keys(const BwdPlan& plan, const BwdArguments& arguments, int device,
   using ConvertDv =
       ConvertKernel<Element, typename Traits::MmaDv, typename Traits::ShapeDv, kParts>;
   const BwdParams& params = arguments.params;
-  run_grid<Kernel>(arguments, plan.order.tiles(), device, stream);
+  run_grid<Kernel>(arguments, plan.ctas, device, stream);
   if (!params.workspace.dk) return;
   launch_convert<ConvertDk>(params.dk, params.workspace.dk, params, plan.head_splits,
                             arguments.heads_kv, params.n_blocks, params.len_k, params.head_dim,
@@ -55,7 +55,9 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
                             TileDecoder(plan.order, params.heads_kv(), params.batch),
                             static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
                             params.heads_kv(),
-                            plan.dq_by};
+                            plan.dq_by,
+                            plan.order.tiles(),
+                            plan.ctas};
   if constexpr (kEntry.keys.is_one_pass()) {
     using Traits = BwdTraits<kDType, kEntry.keys>;
     launch_keys<Traits, BwdKernel<Traits, kMask>>(plan, arguments, device, stream);

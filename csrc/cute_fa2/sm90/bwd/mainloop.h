@@ -30,7 +30,6 @@ template <class Traits, MaskKind kMask>
 class BwdMainloop {
   using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
-  using State = typename BwdPipeline<Traits>::State;
   using MmaSt = typename Traits::MmaSt;
   using MmaDq = typename Traits::MmaDq;
   using ShapeSt = typename Traits::ShapeSt;
@@ -42,8 +41,11 @@ class BwdMainloop {
   using Scores = TransposedScores<Traits, kMask>;
   using TileMask = typename Scores::TileMask;
 
+  using State = typename BwdPipeline<Traits>::ConsumerState;
+
+  // For one tile. `state` goes on from the tile before.
   CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
-                          SharedMemory& smem, int consumer)
+                          SharedMemory& smem, int consumer, State& state)
       : arguments_(arguments),
         params_(arguments.params),
         tile_(tile),
@@ -53,7 +55,8 @@ class BwdMainloop {
         scores_(params_, sequence, tile.m_block * kBlockN + consumer * Traits::kConsumerKeys),
         address_(platform::warp_uniform(
             static_cast<int>(SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
-                Traits::fragment_q(smem.q[0]))))) {}
+                Traits::fragment_q(smem.q[0]))))),
+        state_(state) {}
 
   // Leaves the sums in tdKrdK, ((2, 2, kHeadDim / 8), 1, 1), and tdVrdV, likewise of kHeadDimV.
   template <class Dk, class Dv>
@@ -61,29 +64,39 @@ class BwdMainloop {
     cute::clear(tdKrdK);
     cute::clear(tdVrdV);
     if (walk.is_empty()) return;
-    smem_.k_full.wait(0);  // K has arrived; fault: bwd90-kv
-    smem_.v_full.wait(0);  // so has V
+    smem_.k_full.wait(state_.kv_parity);  // K has arrived; fault: bwd90-kv
+    smem_.v_full.wait(state_.kv_parity);  // so has V
+    state_.kv_parity ^= 1;
     CUTE_NO_UNROLL
     for (QueryBlock block = walk.first(); walk.has(block); block = walk.next(block)) {
       step(block, tdKrdK, tdVrdV);
     }
+    hopper::arrive_of_warp(smem_.kv_empty);
   }
 
-  // At the end of the tile: dQ of the blocks to which this consumer was the last to add.
+  // Behind make_dq_of_sums: from now on this tile is the one before.
+  CUTE_DEVICE void end_tile() { state_.has_list = has_parts_; }
+
+  // At the end of a tile: dQ of the blocks to which this consumer was the last to add in the tile
+  // before. By now the adder is done with them.
   CUTE_DEVICE void make_dq_of_sums() {
     using namespace cute;
-    if (arguments_.dq_by != DqBy::kSums) return;
-    smem_.dq_done[consumer_].wait(0);  // fault: bwd90-dq-done
-    platform::publish();               // shows what the others have added
+    if (!state_.has_list) return;
+    const int list = state_.list.stage;
+    smem_.dq_done[list][consumer_].wait(state_.list.parity);  // fault: bwd90-dq-done
+    state_.list.advance();
+    state_.has_list = false;
+    platform::publish();  // shows what the others have added
     const int m_blocks = params_.m_blocks;
     CUTE_NO_UNROLL
-    for (int index = smem_.finished[consumer_]; index >= 0;) {
+    for (int index = smem_.finished[list][consumer_]; index >= 0;) {
       const int next = params_.workspace.adders[index].next;
       auto sums = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
       clear(sums);
       WarpgroupSums::add_from(params_.workspace.dq + int64_t{index} * size(typename Traits::ShapeQ{}),
                               sums);
-      store_dq({index / m_blocks % params_.heads_q, index % m_blocks}, sums);
+      const int head = index / m_blocks;
+      store_dq(head / params_.heads_q, {head % params_.heads_q, index % m_blocks}, sums);
       index = next;
     }
   }
@@ -100,59 +113,59 @@ class BwdMainloop {
     auto tSrP = make_tensor(recast_ptr<Element>(p_words.data()), tSrS.layout());
     auto tSrDs = make_tensor(recast_ptr<Element>(ds_words.data()), tSrS.layout());
 
-    smem_.q_full[stage_.stage].wait(stage_.parity);  // Q and the statistics have arrived
+    smem_.q_full[state_.stage.stage].wait(state_.stage.parity);  // Q and the statistics have arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, k_operand(), q_operand(), tSrS);
-    smem_.dout_full[stage_.stage].wait(stage_.parity);  // dO has arrived
+    smem_.dout_full[state_.stage.stage].wait(state_.stage.parity);  // dO has arrived
     gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
 
     hopper::wgmma_wait<1>();  // S is complete
     warpgroup_fence_operand(tSrS);
-    scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
+    scores_.to_weights(smem_.stats[state_.stage.stage], block.m_block * kBlockM, tSrS);
     convert_to_words<Element>(tSrS, p_words);
     hopper::wgmma_wait<0>();  // dP is complete
     warpgroup_fence_operand(tSrDp);
-    scores_.to_score_gradients(smem_.stats[stage_.stage], tSrS, tSrDp);
+    scores_.to_score_gradients(smem_.stats[state_.stage.stage], tSrS, tSrDp);
     convert_to_words<Element>(tSrDp, ds_words);
 
     gemm_rs(typename Traits::MmaDv{}, tSrP, doutt_operand(), tdVrdV);
     const bool has_dq = arguments_.dq_by != DqBy::kOwnKernel;
     if (has_dq) {
       // dS of two steps before has been read.
-      smem_.ds_empty[ds_.stage].wait(ds_.parity ^ 1);  // fault: bwd90-ds-empty
+      smem_.ds_empty[state_.ds.stage].wait(state_.ds.parity ^ 1);  // fault: bwd90-ds-empty
       store_shared(ds_words);
       // Visible to wgmma, once all lanes are here.
       hopper::fence_async_proxy();  // fault: bwd90-ds-fence
     }
     hopper::sync_warp();  // all lanes have read the statistics, and written dS
-    if (has_dq) hopper::arrive_of_warp(smem_.ds_full[ds_.stage]);
+    if (has_dq) hopper::arrive_of_warp(smem_.ds_full[state_.ds.stage]);
     gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
     hopper::wgmma_wait<1>();  // dV is complete
     warpgroup_fence_operand(tdVrdV);
-    hopper::arrive_of_warp(smem_.dout_empty[stage_.stage]);
+    hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);
     // The consumers compute dQ in turns. The others go on to the next block meanwhile.
     const auto release_q = [&] {
       warpgroup_fence_operand(tdKrdK);
-      hopper::arrive_of_warp(smem_.q_empty[stage_.stage], /*after_accesses=*/true);
+      hopper::arrive_of_warp(smem_.q_empty[state_.stage.stage], /*after_accesses=*/true);
     };
     if (has_dq && dq_consumer_ == consumer_) {
       // ((2, 2, kHeadDim / 8), 1, 1)
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
       // dS is there, of all consumers.
-      smem_.ds_full[ds_.stage].wait(ds_.parity);  // fault: bwd90-ds-full
+      smem_.ds_full[state_.ds.stage].wait(state_.ds.parity);  // fault: bwd90-ds-full
       gemm_ss<kBlockN>(MmaDq{}, ds_operand(), kt_operand(), tdQrdQ);
       hopper::wgmma_wait<1>();  // dK is complete
       release_q();
       hopper::wgmma_wait<0>();  // dQ is complete
       warpgroup_fence_operand(tdQrdQ);
-      hopper::arrive_of_warp(smem_.ds_empty[ds_.stage]);
+      hopper::arrive_of_warp(smem_.ds_empty[state_.ds.stage]);
       add_dq(block, tdQrdQ);
     } else {
       hopper::wgmma_wait<0>();  // dK is complete
       release_q();
     }
-    stage_.advance();
+    state_.stage.advance();
     if (++dq_consumer_ == kConsumers) dq_consumer_ = 0;
-    ds_.advance();
+    state_.ds.advance();
   }
 
   // -- products ----------------------------------------------------------------------------------
@@ -170,19 +183,19 @@ class BwdMainloop {
                    smem_.v + consumer_ * Traits::kConsumerKeys * Traits::kStripV);
   }
   CUTE_DEVICE auto q_operand() const {
-    return operand(Traits::fragment_q(smem_.q[0]), smem_.q[stage_.stage]);
+    return operand(Traits::fragment_q(smem_.q[0]), smem_.q[state_.stage.stage]);
   }
   CUTE_DEVICE auto dout_operand() const {
-    return operand(Traits::fragment_dout(smem_.dout[0]), smem_.dout[stage_.stage]);
+    return operand(Traits::fragment_dout(smem_.dout[0]), smem_.dout[state_.stage.stage]);
   }
   CUTE_DEVICE auto qt_operand() const {
-    return operand(Traits::fragment_qt(smem_.q[0]), smem_.q[stage_.stage]);
+    return operand(Traits::fragment_qt(smem_.q[0]), smem_.q[state_.stage.stage]);
   }
   CUTE_DEVICE auto doutt_operand() const {
-    return operand(Traits::fragment_doutt(smem_.dout[0]), smem_.dout[stage_.stage]);
+    return operand(Traits::fragment_doutt(smem_.dout[0]), smem_.dout[state_.stage.stage]);
   }
   CUTE_DEVICE auto ds_operand() const {
-    return operand(Traits::fragment_ds(smem_.ds[0]), smem_.ds[ds_.stage]);
+    return operand(Traits::fragment_ds(smem_.ds[0]), smem_.ds[state_.ds.stage]);
   }
   CUTE_DEVICE auto kt_operand() const { return operand(Traits::fragment_kt(smem_.k), smem_.k); }
 
@@ -195,7 +208,7 @@ class BwdMainloop {
     const int warp = hopper::warp_in_warpgroup();
     const int lane = hopper::thread_in_warpgroup() % 32;
     Element* const rows =
-        smem_.ds[ds_.stage] + (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
+        smem_.ds[state_.ds.stage] + (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
     // Where this lane's chunk of columns 0 to 15 lies; `first ^ column` is that of later columns.
     const int first = typename Traits::SmemLayoutDst{}(lane % 16, lane / 16 * 8);
     CUTE_UNROLL
@@ -208,8 +221,8 @@ class BwdMainloop {
   }
 
   template <class Dq>
-  CUTE_DEVICE void store_dq(QueryBlock block, Dq& tdQrdQ) const {
-    const GradientPlace place = {params_.dq,        tile_.batch,     block.head,
+  CUTE_DEVICE void store_dq(int batch, QueryBlock block, Dq& tdQrdQ) const {
+    const GradientPlace place = {params_.dq,        batch,           block.head,
                                  sequence_.first_q, sequence_.len_q, params_.head_dim};
     store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
         place, block.m_block * kBlockM, params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
@@ -218,10 +231,11 @@ class BwdMainloop {
   // Hands this tile's part of dQ to who adds it (DqAdder), or stores it where it is the whole.
   template <class Dq>
   CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) {
-    if (arguments_.dq_by == DqBy::kTile) return store_dq(block, tdQrdQ);
+    if (arguments_.dq_by == DqBy::kTile) return store_dq(tile_.batch, block, tdQrdQ);
     // The part before has been read.
-    smem_.dq_empty[consumer_].wait(dq_parity_ ^ 1);  // fault: bwd90-dq-empty
-    dq_parity_ ^= 1;
+    smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);  // fault: bwd90-dq-empty
+    state_.dq_parity ^= 1;
+    has_parts_ = true;
     WarpgroupSums::store_to_shared(smem_.dq[consumer_], tdQrdQ);
     // Visible to the bulk copy, once all lanes are here.
     hopper::fence_async_proxy();  // fault: bwd90-bulk-fence
@@ -237,10 +251,9 @@ class BwdMainloop {
   int consumer_;
   Scores scores_;
   int address_;  // of smem_.q, as SharedOperand counts
-  State stage_;  // of Q and dO
-  typename BwdPipeline<Traits>::DsState ds_;
-  int dq_consumer_ = 0;     // whose turn it is to compute dQ
-  uint32_t dq_parity_ = 0;  // of this consumer's parts
+  State& state_;
+  int dq_consumer_ = 0;  // whose turn it is to compute dQ
+  bool has_parts_ = false;
 };
 
 }  // namespace flash_cute::sm90

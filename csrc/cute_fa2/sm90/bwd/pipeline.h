@@ -2,6 +2,7 @@
 // dO to the consumers, and the consumers hand dS to the one that computes dQ.
 #pragma once
 
+#include "sm90/bwd/arguments.h"
 #include "sm90/hopper.h"
 #include "sm90/pipeline_state.h"
 
@@ -13,11 +14,24 @@ struct BwdPipeline {
   using State = PipelineState<Traits::kStages>;
   using DsState = PipelineState<Traits::kDsStages>;
 
-  static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
+  // Where a consumer is in the pipelines, from one tile to the next.
+  struct ConsumerState {
+    State stage;  // of Q and dO
+    DsState ds;
+    uint32_t kv_parity = 0;
+    uint32_t dq_parity = 0;                // of this consumer's parts
+    PipelineState<Traits::kLists> list{};  // of blocks to make dQ of
+    bool has_list = false;                 // of the tile before
+  };
+
+  static CUTE_DEVICE void init_barriers(SharedMemory& smem, DqBy dq_by) {
     constexpr int kWarps = Traits::kConsumers * hopper::kWarpgroup / 32;
     // Full: what TMA brought is visible to all consumers. The producer arrives, and the bytes.
     smem.k_full.init(1);
     smem.v_full.init(1);
+    smem.kv_empty.init(kWarps);  // all warps are done with the tile
+    const int adders = dq_by == DqBy::kSums ? Traits::kConsumers : 0;
+    smem.queue.init(hopper::kArrivalsOfWarp * kWarps + adders);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       smem.q_full[stage].init(1);
       smem.dout_full[stage].init(1);
@@ -35,7 +49,7 @@ struct BwdPipeline {
       // A part of dQ is there; it has been read; all have been added.
       smem.dq_full[consumer].init(hopper::kWarpgroup / 32);
       smem.dq_empty[consumer].init(1);
-      smem.dq_done[consumer].init(1);
+      for (int list = 0; list < Traits::kLists; ++list) smem.dq_done[list][consumer].init(1);
     }
   }
 };

@@ -1,5 +1,5 @@
-// The producer is one thread. It has TMA bring K and V of the tile, and then block after block of
-// Q, dO and the rows' statistics, ahead of the consumers.
+// The producer is one thread. For each tile it has TMA bring K and V, and block after block of Q, dO
+// and the rows' statistics, ahead of the consumers.
 #pragma once
 
 #include <cute/config.hpp>
@@ -20,63 +20,71 @@ class BwdProducer {
   using State = PipelineState<Traits::kStages>;
 
  public:
-  CUTE_DEVICE BwdProducer(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
-                          SharedMemory& smem)
-      : arguments_(arguments), tile_(tile), sequence_(sequence), smem_(smem) {}
+  CUTE_DEVICE BwdProducer(const BwdArguments& arguments, SharedMemory& smem)
+      : arguments_(arguments), smem_(smem) {}
 
-  CUTE_DEVICE void run(const QueryWalk& walk) {
+  // Loads for one tile.
+  CUTE_DEVICE void run(TileCoord tile, const Sequence& sequence, const QueryWalk& walk) {
     if (walk.is_empty()) return;
+    tile_ = tile;
+    first_q_ = static_cast<int>(sequence.first_q);
     const BwdParams& params = arguments_.params;
-    const int key0 = tile_.m_block * Traits::kBlockN + static_cast<int>(sequence_.first_k);
+    const int key0 = tile.m_block * Traits::kBlockN + static_cast<int>(sequence.first_k);
     QueryBlock block = walk.first();
+    load(block);
+    smem_.kv_empty.wait(kv_parity_ ^ 1);  // all consumers are done with the tile before
+    kv_parity_ ^= 1;
     smem_.k_full.arrive_and_expect(sizeof smem_.k);
     tma_load_rows<Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, BwdTensorMaps::kRows>(
-        arguments_.maps.k, params.k, smem_.k, smem_.k_full, key0, tile_.head, tile_.batch);
-    load_q(block);
+        arguments_.maps.k, params.k, smem_.k, smem_.k_full, key0, tile.head, tile.batch);
     smem_.v_full.arrive_and_expect(sizeof smem_.v);
     tma_load_rows<Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, BwdTensorMaps::kRows>(
-        arguments_.maps.v, params.v, smem_.v, smem_.v_full, key0, tile_.head, tile_.batch);
+        arguments_.maps.v, params.v, smem_.v, smem_.v_full, key0, tile.head, tile.batch);
     while (true) {
-      load_dout(block);
       block = walk.next(block);
       if (!walk.has(block)) return;
-      load_q(block);
+      load(block);
     }
   }
 
  private:
   CUTE_DEVICE int row_of(QueryBlock block) const {
-    return block.m_block * Traits::kBlockM + static_cast<int>(sequence_.first_q);
+    return block.m_block * Traits::kBlockM + first_q_;
+  }
+
+  CUTE_DEVICE void load(QueryBlock block) {
+    load_q(block);
+    load_dout(block);
+    stage_.advance();
   }
 
   CUTE_DEVICE void load_q(QueryBlock block) {
     const BwdParams& params = arguments_.params;
-    hopper::Barrier& full = smem_.q_full[q_.stage];
-    smem_.q_empty[q_.stage].wait(q_.parity ^ 1);  // all consumers are done with the stage
+    hopper::Barrier& full = smem_.q_full[stage_.stage];
+    smem_.q_empty[stage_.stage].wait(stage_.parity ^ 1);  // all consumers are done with the stage
     full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
     tma_load_rows<Traits::kBlockM, Traits::kHeadDim, Traits::kStrip>(
-        arguments_.maps.q, params.q, smem_.q[q_.stage], full, row_of(block), block.head,
+        arguments_.maps.q, params.q, smem_.q[stage_.stage], full, row_of(block), block.head,
         tile_.batch);
-    hopper::bulk_load(params.workspace.stats + index_of(params, tile_, block) * Traits::kBlockM,
-                      smem_.stats[q_.stage], sizeof smem_.stats[0], full);
-    q_.advance();
+    hopper::bulk_load(params.workspace.stats + int64_t{index_of(params, tile_, block)} * Traits::kBlockM,
+                      smem_.stats[stage_.stage], sizeof smem_.stats[0], full);
   }
 
   CUTE_DEVICE void load_dout(QueryBlock block) {
-    hopper::Barrier& full = smem_.dout_full[dout_.stage];
-    smem_.dout_empty[dout_.stage].wait(dout_.parity ^ 1);  // as above
+    hopper::Barrier& full = smem_.dout_full[stage_.stage];
+    smem_.dout_empty[stage_.stage].wait(stage_.parity ^ 1);  // as above
     full.arrive_and_expect(sizeof smem_.dout[0]);
     tma_load_rows<Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV>(
-        arguments_.maps.dout, arguments_.params.dout, smem_.dout[dout_.stage], full, row_of(block),
+        arguments_.maps.dout, arguments_.params.dout, smem_.dout[stage_.stage], full, row_of(block),
         block.head, tile_.batch);
-    dout_.advance();
   }
 
   const BwdArguments& arguments_;
-  TileCoord tile_;
-  const Sequence& sequence_;
   SharedMemory& smem_;
-  State q_, dout_;
+  TileCoord tile_;
+  int first_q_;
+  State stage_;
+  uint32_t kv_parity_ = 0;
 };
 
 }  // namespace flash_cute::sm90

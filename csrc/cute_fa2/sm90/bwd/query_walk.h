@@ -48,9 +48,10 @@ class QueryWalk {
   BlockRange rows_;
 };
 
-// A block's index among all: that of its statistics and its sums of dQ.
-CUTE_DEVICE int64_t index_of(const BwdParams& params, TileCoord tile, QueryBlock block) {
-  return (int64_t{tile.batch} * params.heads_q + block.head) * params.m_blocks + block.m_block;
+// A block's index among all: that of its statistics and its sums of dQ. The preprocess has a CTA for
+// each of them, so it fits.
+CUTE_DEVICE int index_of(const BwdParams& params, TileCoord tile, QueryBlock block) {
+  return (tile.batch * params.heads_q + block.head) * params.m_blocks + block.m_block;
 }
 
 }  // namespace flash_cute::sm90

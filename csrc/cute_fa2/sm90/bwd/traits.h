@@ -7,6 +7,7 @@
 #include "common/element.h"
 #include "host/params.h"
 #include "sm90/bwd/layouts.h"
+#include "sm90/bwd/tile_queue.h"
 #include "sm90/hopper.h"
 #include "tiles/bwd_sm90.h"
 
@@ -25,6 +26,7 @@ struct BwdTraits {
   static constexpr int kConsumerKeys = kConfig.kConsumerKeys;
   static constexpr int kStages = kConfig.stages;
   static constexpr int kDsStages = kConfig.kDsStages;
+  static constexpr int kLists = 2;  // of this tile and the one before
   static constexpr int kThreads = kConfig.roles().threads();
   static constexpr int kMinCtas = 1;
   static_assert(kConsumers == 2 || kConsumers == 3);
@@ -100,6 +102,7 @@ struct BwdTraits {
     alignas(128) RowGradStats stats[kStages][kBlockM];           // comes and goes with Q
     hopper::Barrier k_full;
     hopper::Barrier v_full;
+    hopper::Barrier kv_empty;
     hopper::Barrier q_full[kStages];
     hopper::Barrier q_empty[kStages];
     hopper::Barrier dout_full[kStages];
@@ -108,8 +111,9 @@ struct BwdTraits {
     hopper::Barrier ds_empty[kDsStages];
     hopper::Barrier dq_full[kConsumers];
     hopper::Barrier dq_empty[kConsumers];
-    hopper::Barrier dq_done[kConsumers];
-    int finished[kConsumers];  // the list of blocks of dQ that the consumer makes of sums
+    hopper::Barrier dq_done[kLists][kConsumers];
+    int finished[kLists][kConsumers];  // lists of blocks of dQ that the consumer makes of sums
+    TileQueue queue;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 

@@ -1,5 +1,5 @@
 // A CTA of the SM90 backward that computes dK and dV of a tile of keys, by two consumers of which each
-// has one of them.
+// has one of them. It takes tile after tile.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -37,10 +37,12 @@ struct DkvKernel {
     // Each role computes its own: the producer has few registers.
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
-      const TileCoord tile = tile_of(arguments);
       if (hopper::is_first_thread()) {
-        const Sequence sequence(params, tile.batch);
-        BwdProducer<Traits>(arguments, tile, sequence, smem).run(walk(arguments, tile, sequence));
+        BwdProducer<Traits> producer(arguments, smem);
+        smem.queue.give(arguments, [&](TileCoord tile) {
+          const Sequence sequence(params, tile.batch);
+          producer.run(tile, sequence, walk(arguments, tile, sequence));
+        });
       }
     } else {
       hopper::register_alloc<kRoles.consumer_registers()>();
@@ -55,10 +57,6 @@ struct DkvKernel {
   }
 
  private:
-  static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments) {
-    return arguments.decoder.tile(platform::warp_uniform(platform::cta_index()));
-  }
-
   static CUTE_DEVICE QueryWalk walk(const Arguments& arguments, TileCoord tile,
                                     const Sequence& sequence) {
     const Mask<kMask, UnpackedRows> mask(arguments.params, sequence, UnpackedRows{});
@@ -71,12 +69,14 @@ struct DkvKernel {
     using Mma = typename Traits::MmaDk;
     using Shape = typename Traits::ShapeDk;
     auto sums = cute::partition_fragment_C(Mma{}, Shape{});
-    const TileCoord tile = tile_of(arguments);
-    const Sequence sequence(arguments.params, tile.batch);
-    DkvMainloop<Traits, kMask, kIsDv>(arguments, tile, sequence, smem)
-        .run(walk(arguments, tile, sequence), sums);
-    store_keys<typename Traits::Element, Mma, Shape, 1>(arguments, tile, sequence, 0, gradient,
-                                                        sums);
+    using Mainloop = DkvMainloop<Traits, kMask, kIsDv>;
+    typename Mainloop::State state;
+    smem.queue.take(arguments, [&](TileCoord tile) {
+      const Sequence sequence(arguments.params, tile.batch);
+      Mainloop(arguments, tile, sequence, smem, state).run(walk(arguments, tile, sequence), sums);
+      store_keys<typename Traits::Element, Mma, Shape, 1>(arguments, tile, sequence, 0, gradient,
+                                                          sums);
+    });
   }
 };
 

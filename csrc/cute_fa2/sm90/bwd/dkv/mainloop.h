@@ -30,20 +30,31 @@ template <class Traits, MaskKind kMask, bool kIsDv>
 class DkvMainloop {
   using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
-  using State = PipelineState<Traits::kStages>;
+  using Stage = PipelineState<Traits::kStages>;
   using MmaSt = typename Traits::MmaSt;
   using ShapeSt = typename Traits::ShapeSt;
   using Scores = TransposedScores<Traits, kMask>;
   static constexpr int kBlockM = Traits::kBlockM;
 
  public:
+  // Where the consumer is in the pipelines, from one tile to the next.
+  struct State {
+    Stage stage;  // of Q and dO
+    PipelineState<Traits::kWeightStages> weights;
+    uint32_t kv_parity = 0;
+  };
+
+  // For one tile. `state` goes on from the tile before.
   CUTE_DEVICE DkvMainloop(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
-                          SharedMemory& smem)
+                          SharedMemory& smem, State& state)
       : scores_(arguments.params, sequence, tile.m_block * Traits::kBlockN),
         smem_(smem),
         address_(platform::warp_uniform(static_cast<int>(
             SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
-                Traits::fragment_q(smem.q[0]))))) {}
+                Traits::fragment_q(smem.q[0]))))),
+        stage_(state.stage),
+        weights_(state.weights),
+        kv_parity_(state.kv_parity) {}
 
   // Leaves the sums in tdXrdX, ((2, 2, kHeadDim / 8), 1, 1).
   template <class Dx>
@@ -57,9 +68,10 @@ class DkvMainloop {
     auto words = make_tensor<uint32_t>(Int<decltype(size(tSrS))::value / 2>{});
     auto tSrP = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
 
-    (kIsDv ? smem_.k_full : smem_.v_full).wait(0);  // K or V has arrived
+    (kIsDv ? smem_.k_full : smem_.v_full).wait(kv_parity_);  // K or V has arrived
+    kv_parity_ ^= 1;
     QueryBlock block = walk.first();
-    State before;  // whose product of the gradient is in flight
+    Stage before;  // whose product of the gradient is in flight
     first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
     hopper::wgmma_wait<0>();
@@ -96,18 +108,20 @@ class DkvMainloop {
     }
     hopper::wgmma_wait<0>();  // the gradient is complete
     warpgroup_fence_operand(tdXrdX);
+    release_second(before);
+    hopper::arrive_of_warp(smem_.kv_empty);
   }
 
  private:
   // -- what the loop calls first and second: Q and dO, or dO and Q --------------------------------
 
-  CUTE_DEVICE hopper::Barrier& first_full(State state) {
+  CUTE_DEVICE hopper::Barrier& first_full(Stage state) {
     return (kIsDv ? smem_.q_full : smem_.dout_full)[state.stage];
   }
-  CUTE_DEVICE hopper::Barrier& second_full(State state) {
+  CUTE_DEVICE hopper::Barrier& second_full(Stage state) {
     return (kIsDv ? smem_.dout_full : smem_.q_full)[state.stage];
   }
-  CUTE_DEVICE void release_second(State state) {
+  CUTE_DEVICE void release_second(Stage state) {
     if constexpr (kIsDv) {
       hopper::arrive_of_warp(smem_.dout_empty[state.stage]);
     } else {
@@ -157,8 +171,9 @@ class DkvMainloop {
   Scores scores_;
   SharedMemory& smem_;
   int address_;  // of smem_.q, as SharedOperand counts
-  State stage_;  // of Q and dO
-  PipelineState<Traits::kWeightStages> weights_;
+  Stage& stage_;
+  PipelineState<Traits::kWeightStages>& weights_;
+  uint32_t& kv_parity_;
 };
 
 }  // namespace flash_cute::sm90

@@ -7,6 +7,7 @@
 #include "common/element.h"
 #include "host/params.h"
 #include "sm90/bwd/layouts.h"
+#include "sm90/bwd/tile_queue.h"
 #include "sm90/hopper.h"
 #include "sm90/pipeline_state.h"
 #include "tiles/bwd_sm90.h"
@@ -73,6 +74,7 @@ struct DkvTraits {
     // stage.
     hopper::Barrier k_full;
     hopper::Barrier v_full;
+    hopper::Barrier kv_empty;
     hopper::Barrier q_full[kStages];
     hopper::Barrier q_empty[kStages];
     hopper::Barrier dout_full[kStages];
@@ -80,6 +82,7 @@ struct DkvTraits {
     // From the consumer of dV to that of dK, and back.
     hopper::Barrier weights_full[kWeightStages];
     hopper::Barrier weights_empty[kWeightStages];
+    TileQueue queue;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
@@ -87,6 +90,8 @@ struct DkvTraits {
     constexpr int kWarps = kConsumers * hopper::kWarpgroup / 32;
     smem.k_full.init(1);
     smem.v_full.init(1);
+    smem.kv_empty.init(kWarps);
+    smem.queue.init(hopper::kArrivalsOfWarp * kWarps);
     for (int stage = 0; stage < kStages; ++stage) {
       smem.q_full[stage].init(1);
       smem.q_empty[stage].init(hopper::kArrivalsOfWarp * kWarps);
