@@ -91,6 +91,8 @@ BACKWARD_SM90 = [
     Fault("bwd90-dq-complete", "", "has not waited for"),
     Fault("bwd90-dq-done", "", READ),
     Fault("bwd90-bulk-fence", "", "with no fence.proxy.async ahead"),
+    Fault("bwd90-tile-full", "", READ),
+    Fault("bwd90-tile-empty", "", f"{RACE}|has had its"),
     Fault("dq90-k", "", READ),
     Fault("dkv90-weights-empty", "", f"{RACE}|{READ}"),
     Fault("dkv90-weights-full", "", READ),

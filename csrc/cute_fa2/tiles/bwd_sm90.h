@@ -24,12 +24,11 @@ struct BwdConfigSm90 {
   int head_dim;    // bucket of Q and K: serves head dims up to this one
   int head_dim_v;  // bucket of V and O
   int consumers;
-  int stages;  // blocks of Q and dO in shared memory
+  int stages;  // blocks of Q and dO in shared memory; by roles, of P too
 
   static constexpr int kBlockM = 64;        // rows of dQ's product
   static constexpr int kConsumerKeys = 64;  // rows of a warpgroup's other products
   static constexpr int kDsStages = 2;       // one pass: blocks of dS in shared memory
-  static constexpr int kWeightStages = 2;   // by roles: blocks of P, fp32, in shared memory
 
   constexpr bool is_one_pass() const { return head_dim <= 128; }
   constexpr int block_n() const { return is_one_pass() ? consumers * kConsumerKeys : kConsumerKeys; }
@@ -42,7 +41,7 @@ struct BwdConfigSm90 {
     const int ds = kDsStages * kBlockM * block_n();
     const int rest = (stages * kBlockM * 8 + 256 + 1023) / 1024 * 1024;
     const int inputs = (kv + q_and_dout) * element_bytes;
-    if (!is_one_pass()) return inputs + kWeightStages * kBlockM * kConsumerKeys * 4 + rest;
+    if (!is_one_pass()) return inputs + stages * kBlockM * kConsumerKeys * 4 + rest;
     return inputs + ds * element_bytes + consumers * kBlockM * head_dim * 4 + rest;
   }
 };

@@ -8,9 +8,9 @@
 #include <cute/tensor.hpp>
 
 #include "common/platform.h"
-#include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/query_walk.h"
+#include "sm90/bwd/tile_queue.h"
 #include "sm90/hopper.h"
 #include "sm90/pipeline_state.h"
 
@@ -26,7 +26,8 @@ class DqAdder {
       : params_(arguments.params), smem_(smem), consumer_(consumer) {}
 
   // The parts of one tile.
-  CUTE_DEVICE void run(TileCoord tile, const QueryWalk& walk) {
+  CUTE_DEVICE void run(const KeyTile& tile) {
+    const QueryWalk& walk = tile.walk;
     int finished = -1;
     int turn = 0;
     bool had_turn = false;
@@ -36,7 +37,7 @@ class DqAdder {
         smem_.dq_full[consumer_].wait(parity_);  // a part of dQ is there; fault: bwd90-dq-full
         parity_ ^= 1;
         had_turn = true;
-        const int index = index_of(params_, tile, block);
+        const int index = index_of(params_, tile.at, block);
         if (add(index)) {
           params_.workspace.adders[index].next = finished;
           finished = index;
@@ -70,7 +71,9 @@ class DqAdder {
     hopper::bulk_wait_complete();  // fault: bwd90-dq-complete
     platform::publish();
     if (is_first) platform::raise_flag(&adders.stored);
-    return platform::next_number(&adders.counted) == 0;
+    if (platform::next_number(&adders.counted) != 0) return false;
+    platform::publish();  // to the consumer too, it shows what others have added
+    return true;
   }
 
   const BwdParams& params_;

@@ -41,19 +41,19 @@ struct BwdKernel {
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.roles().producer_registers()>();
-      const int consumer = hopper::warp_in_warpgroup() - 1;  // of which the warp adds dQ
       if (hopper::is_first_thread()) {
         BwdProducer<Traits> producer(arguments, smem);
-        smem.queue.give(arguments, [&](TileCoord tile) {
+        const auto walk = [&](const TileCoord& tile) {
           const Sequence sequence(params, tile.batch);
-          producer.run(tile, sequence, walk(arguments, tile, sequence));
-        });
-      } else if (arguments.dq_by == DqBy::kSums && consumer >= 0 &&
-                 consumer < Traits::kConsumers && hopper::is_first_lane()) {
+          const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
+          return QueryWalk(arguments, tile, mask, sequence, Traits::kBlockM, Traits::kBlockN);
+        };
+        smem.queue.give(arguments, walk, [&](const KeyTile& tile) { producer.run(tile); });
+      } else if (arguments.dq_by == DqBy::kSums && hopper::is_first_lane()) {
+        const int consumer = hopper::thread_in_warpgroup() / 32 - 1;  // whose dQ the warp adds
+        if (consumer >= Traits::kConsumers) return;
         DqAdder<Traits> adder(arguments, smem, consumer);
-        smem.queue.take_alone(arguments, [&](TileCoord tile) {
-          adder.run(tile, walk(arguments, tile, Sequence(params, tile.batch)));
-        });
+        smem.queue.template take<true>([&](const KeyTile& tile) { adder.run(tile); });
       }
     } else {
       hopper::register_alloc<Traits::kConfig.roles().consumer_registers()>();
@@ -61,10 +61,11 @@ struct BwdKernel {
       typename Mainloop::State state;
       auto tdKrdK = partition_fragment_C(typename Traits::MmaDk{}, typename Traits::ShapeDk{});
       auto tdVrdV = partition_fragment_C(typename Traits::MmaDv{}, typename Traits::ShapeDv{});
-      smem.queue.take(arguments, [&](TileCoord tile) {
+      smem.queue.template take<false>([&](const KeyTile& key_tile) {
+        const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
         const Sequence sequence(params, tile.batch);
         Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
-        mainloop.run(walk(arguments, tile, sequence), tdKrdK, tdVrdV);
+        mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
         using Element = typename Traits::Element;
         store_keys<Element, typename Traits::MmaDk, typename Traits::ShapeDk, Traits::kConsumers>(
             arguments, tile, sequence, consumer,
@@ -78,13 +79,6 @@ struct BwdKernel {
       const TileCoord none{};
       Mainloop(arguments, none, Sequence(params, 0), smem, consumer, state).make_dq_of_sums();
     }
-  }
-
- private:
-  static CUTE_DEVICE QueryWalk walk(const Arguments& arguments, TileCoord tile,
-                                    const Sequence& sequence) {
-    const typename Mainloop::TileMask mask(arguments.params, sequence, UnpackedRows{});
-    return {arguments, tile, mask, sequence, Traits::kBlockM, Traits::kBlockN};
   }
 };
 

@@ -44,7 +44,7 @@ class BwdMainloop {
   using State = typename BwdPipeline<Traits>::ConsumerState;
 
   // For one tile. `state` goes on from the tile before.
-  CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
+  CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, const TileCoord& tile, const Sequence& sequence,
                           SharedMemory& smem, int consumer, State& state)
       : arguments_(arguments),
         params_(arguments.params),
@@ -86,17 +86,15 @@ class BwdMainloop {
     smem_.dq_done[list][consumer_].wait(state_.list.parity);  // fault: bwd90-dq-done
     state_.list.advance();
     state_.has_list = false;
-    platform::publish();  // shows what the others have added
-    const int m_blocks = params_.m_blocks;
     CUTE_NO_UNROLL
     for (int index = smem_.finished[list][consumer_]; index >= 0;) {
+      constexpr int kSize = decltype(size(typename Traits::ShapeQ{}))::value;
       const int next = params_.workspace.adders[index].next;
-      auto sums = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
-      clear(sums);
-      WarpgroupSums::add_from(params_.workspace.dq + int64_t{index} * size(typename Traits::ShapeQ{}),
-                              sums);
-      const int head = index / m_blocks;
-      store_dq(head / params_.heads_q, {head % params_.heads_q, index % m_blocks}, sums);
+      const int head = index / params_.m_blocks;
+      WarpgroupSums::store_rounded<Element, Traits::kHeadDim>(
+          params_.workspace.dq + int64_t{index} * kSize,
+          place_of_dq(head / params_.heads_q, head % params_.heads_q),
+          index % params_.m_blocks * kBlockM, params_.scale.scale);
       index = next;
     }
   }
@@ -220,18 +218,18 @@ class BwdMainloop {
     }
   }
 
-  template <class Dq>
-  CUTE_DEVICE void store_dq(int batch, QueryBlock block, Dq& tdQrdQ) const {
-    const GradientPlace place = {params_.dq,        batch,           block.head,
-                                 sequence_.first_q, sequence_.len_q, params_.head_dim};
-    store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
-        place, block.m_block * kBlockM, params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
+  CUTE_DEVICE GradientPlace place_of_dq(int batch, int head) const {
+    return {params_.dq, batch, head, sequence_.first_q, sequence_.len_q, params_.head_dim};
   }
 
   // Hands this tile's part of dQ to who adds it (DqAdder), or stores it where it is the whole.
   template <class Dq>
   CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) {
-    if (arguments_.dq_by == DqBy::kTile) return store_dq(tile_.batch, block, tdQrdQ);
+    if (arguments_.dq_by == DqBy::kTile) {
+      return store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
+          place_of_dq(tile_.batch, block.head), block.m_block * kBlockM, params_.scale.scale,
+          tdQrdQ, hopper::thread_in_warpgroup());
+    }
     // The part before has been read.
     smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);  // fault: bwd90-dq-empty
     state_.dq_parity ^= 1;
@@ -245,7 +243,7 @@ class BwdMainloop {
 
   const BwdArguments& arguments_;
   const BwdParams& params_;
-  TileCoord tile_;
+  const TileCoord& tile_;
   const Sequence& sequence_;
   SharedMemory& smem_;
   int consumer_;

@@ -8,6 +8,7 @@
 #include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/query_walk.h"
+#include "sm90/bwd/tile_queue.h"
 #include "sm90/hopper.h"
 #include "sm90/kv_source.h"
 #include "sm90/pipeline_state.h"
@@ -24,65 +25,55 @@ class BwdProducer {
       : arguments_(arguments), smem_(smem) {}
 
   // Loads for one tile.
-  CUTE_DEVICE void run(TileCoord tile, const Sequence& sequence, const QueryWalk& walk) {
+  CUTE_DEVICE void run(const KeyTile& tile) {
+    const QueryWalk& walk = tile.walk;
     if (walk.is_empty()) return;
-    tile_ = tile;
-    first_q_ = static_cast<int>(sequence.first_q);
+    const Sequence sequence(arguments_.params, tile.at.batch);
     const BwdParams& params = arguments_.params;
-    const int key0 = tile.m_block * Traits::kBlockN + static_cast<int>(sequence.first_k);
+    const int key0 = tile.at.m_block * Traits::kBlockN + static_cast<int>(sequence.first_k);
     QueryBlock block = walk.first();
-    load(block);
+    load(tile.at, sequence, block);
     smem_.kv_empty.wait(kv_parity_ ^ 1);  // all consumers are done with the tile before
     kv_parity_ ^= 1;
     smem_.k_full.arrive_and_expect(sizeof smem_.k);
     tma_load_rows<Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, BwdTensorMaps::kRows>(
-        arguments_.maps.k, params.k, smem_.k, smem_.k_full, key0, tile.head, tile.batch);
+        arguments_.maps.k, params.k, smem_.k, smem_.k_full, key0, tile.at.head, tile.at.batch);
     smem_.v_full.arrive_and_expect(sizeof smem_.v);
     tma_load_rows<Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, BwdTensorMaps::kRows>(
-        arguments_.maps.v, params.v, smem_.v, smem_.v_full, key0, tile.head, tile.batch);
+        arguments_.maps.v, params.v, smem_.v, smem_.v_full, key0, tile.at.head, tile.at.batch);
     while (true) {
       block = walk.next(block);
       if (!walk.has(block)) return;
-      load(block);
+      load(tile.at, sequence, block);
     }
   }
 
  private:
-  CUTE_DEVICE int row_of(QueryBlock block) const {
-    return block.m_block * Traits::kBlockM + first_q_;
-  }
-
-  CUTE_DEVICE void load(QueryBlock block) {
-    load_q(block);
-    load_dout(block);
-    stage_.advance();
-  }
-
-  CUTE_DEVICE void load_q(QueryBlock block) {
+  CUTE_DEVICE void load(const TileCoord& tile, const Sequence& sequence, QueryBlock block) {
     const BwdParams& params = arguments_.params;
-    hopper::Barrier& full = smem_.q_full[stage_.stage];
-    smem_.q_empty[stage_.stage].wait(stage_.parity ^ 1);  // all consumers are done with the stage
-    full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
-    tma_load_rows<Traits::kBlockM, Traits::kHeadDim, Traits::kStrip>(
-        arguments_.maps.q, params.q, smem_.q[stage_.stage], full, row_of(block), block.head,
-        tile_.batch);
-    hopper::bulk_load(params.workspace.stats + int64_t{index_of(params, tile_, block)} * Traits::kBlockM,
-                      smem_.stats[stage_.stage], sizeof smem_.stats[0], full);
-  }
+    const int stage = stage_.stage;
+    const int row0 = block.m_block * Traits::kBlockM + static_cast<int>(sequence.first_q);
 
-  CUTE_DEVICE void load_dout(QueryBlock block) {
-    hopper::Barrier& full = smem_.dout_full[stage_.stage];
-    smem_.dout_empty[stage_.stage].wait(stage_.parity ^ 1);  // as above
-    full.arrive_and_expect(sizeof smem_.dout[0]);
+    hopper::Barrier& q_full = smem_.q_full[stage];
+    smem_.q_empty[stage].wait(stage_.parity ^ 1);  // all consumers are done with the stage
+    q_full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
+    const int64_t index = index_of(params, tile, block);
+    hopper::bulk_load(params.workspace.stats + index * Traits::kBlockM, smem_.stats[stage],
+                      sizeof smem_.stats[0], q_full);
+    tma_load_rows<Traits::kBlockM, Traits::kHeadDim, Traits::kStrip>(
+        arguments_.maps.q, params.q, smem_.q[stage], q_full, row0, block.head, tile.batch);
+
+    hopper::Barrier& dout_full = smem_.dout_full[stage];
+    smem_.dout_empty[stage].wait(stage_.parity ^ 1);  // as above
+    dout_full.arrive_and_expect(sizeof smem_.dout[0]);
     tma_load_rows<Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV>(
-        arguments_.maps.dout, arguments_.params.dout, smem_.dout[stage_.stage], full, row_of(block),
-        block.head, tile_.batch);
+        arguments_.maps.dout, params.dout, smem_.dout[stage], dout_full, row0, block.head,
+        tile.batch);
+    stage_.advance();
   }
 
   const BwdArguments& arguments_;
   SharedMemory& smem_;
-  TileCoord tile_;
-  int first_q_;
   State stage_;
   uint32_t kv_parity_ = 0;
 };

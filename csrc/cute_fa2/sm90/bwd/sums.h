@@ -3,6 +3,8 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/fragment.h"
+#include "common/gradient.h"
 #include "sm90/hopper.h"
 
 namespace flash_cute::sm90 {
@@ -52,6 +54,42 @@ class WarpgroupSums {
       CUTE_UNROLL
       for (int j = 0; j < 4; ++j) accumulator(i + j) += four(j);
     });
+  }
+  // Sums of a warpgroup's 64 rows as elements, rounded, from row `row0` of the place on. A lane has
+  // eight columns of two rows: they lie in one piece.
+  template <class Element, int kColumns>
+  static CUTE_DEVICE void store_rounded(const float* part, const GradientPlace& place, int row0,
+                                        float factor) {
+    using namespace cute;
+    constexpr int kWarpRows = 16;
+    const int warp = hopper::warp_in_warpgroup(), lane = hopper::thread_in_warpgroup() % 32;
+    const float* const of_lane = part + warp * kWarpRows * kColumns + lane % 8 * 16;
+    const int row = row0 + warp * kWarpRows + lane % 8;
+    const TensorView<void*>& view = place.view;
+    Element* const to = static_cast<Element*>(view.data) + place.batch * view.stride_batch +
+                        place.head * view.stride_head + (place.first + row) * view.stride_row;
+    auto sums = make_tensor<float>(Shape<_2, _2, _4, Int<kColumns / 32>>{});  // (column, row, 4, ..)
+    CUTE_UNROLL
+    for (int i = 0; i < size(sums); i += 4) {
+      const int column = i / 16 * 32 + lane / 8 * 8;
+      copy(Copy{}, at(of_lane + column * kWarpRows + i % 16), make_tensor(sums.data() + i, Shape<_4>{}));
+    }
+    CUTE_UNROLL
+    for (int part = 0; part < kColumns / 32; ++part) {
+      const int column = part * 32 + lane / 8 * 8;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        if (row + 8 * r >= place.rows || column >= place.columns) continue;
+        auto eight = make_tensor<float>(_8{});
+        CUTE_UNROLL
+        for (int c = 0; c < 8; ++c) eight(c) = factor * sums(c % 2, r, c / 2, part);
+        auto words = make_tensor<uint32_t>(_4{});
+        convert_to_words<Element>(eight, words);
+        Element* const chunk = to + 8 * r * view.stride_row + column;
+        copy(Copy_Atom<UniversalCopy<uint128_t>, uint32_t>{}, words,
+             make_tensor(make_gmem_ptr(reinterpret_cast<uint32_t*>(chunk)), Shape<_4>{}));
+      }
+    }
   }
 
  private:

@@ -5,64 +5,70 @@
 #include <cute/config.hpp>
 
 #include "common/platform.h"
+#include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
+#include "sm90/bwd/query_walk.h"
 #include "sm90/hopper.h"
+#include "sm90/pipeline_state.h"
 
 namespace flash_cute::sm90 {
 
+struct KeyTile {
+  int index;  // or -1 behind the last
+  TileCoord at;
+  QueryWalk walk;
+};
+
 // In shared memory.
 struct TileQueue {
-  hopper::Barrier full;   // `tile` is there
-  hopper::Barrier empty;  // all have read it
-  int tile;               // or -1 behind the last
+  static constexpr int kStages = 2;
+  KeyTile tiles[kStages];
+  hopper::Barrier full[kStages];   // the tile is there
+  hopper::Barrier empty[kStages];  // all readers are done with it
 
-  // `readers`: how many arrive when they have read.
   CUTE_DEVICE void init(int readers) {
-    full.init(1);
-    empty.init(readers);
+    for (int stage = 0; stage < kStages; ++stage) {
+      full[stage].init(1);
+      empty[stage].init(readers);
+    }
   }
 
-  // One thread hands out tile after tile, and itself calls f(tile).
-  template <class F>
-  CUTE_DEVICE void give(const BwdArguments& arguments, F&& f) {
-    uint32_t parity = 0;
-    for (int index = platform::cta_index(); index < arguments.tiles;) {
-      put(index, parity);
-      f(arguments.decoder.tile(index));
+  // One thread hands out tile after tile, and calls f(tile) itself. walk_of: from coordinates to a
+  // QueryWalk.
+  template <class WalkOf, class F>
+  CUTE_DEVICE void give(const BwdArguments& arguments, WalkOf&& walk_of, F&& f) {
+    PipelineState<kStages> state;
+    for (int index = platform::cta_index();;) {
+      KeyTile& tile = tiles[state.stage];
+      empty[state.stage].wait(state.parity ^ 1);  // fault: bwd90-tile-empty
+      const bool is_last = index >= arguments.tiles;
+      tile.index = is_last ? -1 : index;
+      if (!is_last) {
+        tile.at = arguments.decoder.tile(index);
+        tile.walk = walk_of(tile.at);
+      }
+      full[state.stage].arrive();
+      state.advance();
+      if (is_last) return;
+      f(tile);
       index = arguments.ctas + platform::next_number(arguments.params.workspace.tickets);
     }
-    put(-1, parity);
   }
-  // Whole warps call f(tile) for tile after tile.
-  template <class F>
-  CUTE_DEVICE void take(const BwdArguments& arguments, F&& f) {
-    for (uint32_t parity = 0;; parity ^= 1) {
-      full.wait(parity);  // fault: bwd90-tile-full
-      const int index = platform::warp_uniform(tile);
-      hopper::sync_warp();
-      hopper::arrive_of_warp(empty, /*after_accesses=*/true);
-      if (index < 0) return;
-      f(arguments.decoder.tile(index));
+  // The others call f(tile) for each: whole warps, or one thread that is alone.
+  template <bool kIsAlone, class F>
+  CUTE_DEVICE void take(F&& f) {
+    for (PipelineState<kStages> state;; state.advance()) {
+      full[state.stage].wait(state.parity);  // fault: bwd90-tile-full
+      const KeyTile& tile = tiles[state.stage];
+      if (tile.index < 0) return;
+      f(tile);
+      if constexpr (kIsAlone) {
+        empty[state.stage].arrive();
+      } else {
+        hopper::sync_warp();
+        hopper::arrive_of_warp(empty[state.stage], /*after_accesses=*/true);
+      }
     }
-  }
-  // One thread does.
-  template <class F>
-  CUTE_DEVICE void take_alone(const BwdArguments& arguments, F&& f) {
-    for (uint32_t parity = 0;; parity ^= 1) {
-      full.wait(parity);
-      const int index = tile;
-      empty.arrive();
-      if (index < 0) return;
-      f(arguments.decoder.tile(index));
-    }
-  }
-
- private:
-  CUTE_DEVICE void put(int index, uint32_t& parity) {
-    empty.wait(parity ^ 1);  // fault: bwd90-tile-empty
-    tile = index;
-    full.arrive();
-    parity ^= 1;
   }
 };
 

@@ -39,41 +39,40 @@ struct DkvKernel {
       hopper::register_dealloc<kRoles.producer_registers()>();
       if (hopper::is_first_thread()) {
         BwdProducer<Traits> producer(arguments, smem);
-        smem.queue.give(arguments, [&](TileCoord tile) {
+        const auto walk = [&](const TileCoord& tile) {
           const Sequence sequence(params, tile.batch);
-          producer.run(tile, sequence, walk(arguments, tile, sequence));
-        });
+          const Mask<kMask, UnpackedRows> mask(params, sequence, UnpackedRows{});
+          return QueryWalk(arguments, tile, mask, sequence, Traits::kBlockM, Traits::kBlockN);
+        };
+        smem.queue.give(arguments, walk, [&](const KeyTile& tile) { producer.run(tile); });
       }
     } else {
       hopper::register_alloc<kRoles.consumer_registers()>();
       if (warpgroup == 1) {
-        compute<true>(arguments, smem,
-                      {params.dv, params.workspace.dv, params.head_dim_v, 1.f});
+        compute<true>(arguments, smem);
       } else {
-        compute<false>(arguments, smem,
-                       {params.dk, params.workspace.dk, params.head_dim, params.scale.scale});
+        compute<false>(arguments, smem);
       }
     }
   }
 
  private:
-  static CUTE_DEVICE QueryWalk walk(const Arguments& arguments, TileCoord tile,
-                                    const Sequence& sequence) {
-    const Mask<kMask, UnpackedRows> mask(arguments.params, sequence, UnpackedRows{});
-    return {arguments, tile, mask, sequence, Traits::kBlockM, Traits::kBlockN};
-  }
-
   template <bool kIsDv>
-  static CUTE_DEVICE void compute(const Arguments& arguments, SharedMemory& smem,
-                                  const KeysGradient& gradient) {
+  static CUTE_DEVICE void compute(const Arguments& arguments, SharedMemory& smem) {
     using Mma = typename Traits::MmaDk;
     using Shape = typename Traits::ShapeDk;
     auto sums = cute::partition_fragment_C(Mma{}, Shape{});
     using Mainloop = DkvMainloop<Traits, kMask, kIsDv>;
     typename Mainloop::State state;
-    smem.queue.take(arguments, [&](TileCoord tile) {
+    smem.queue.template take<false>([&](const KeyTile& key_tile) {
+      const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
       const Sequence sequence(arguments.params, tile.batch);
-      Mainloop(arguments, tile, sequence, smem, state).run(walk(arguments, tile, sequence), sums);
+      Mainloop(arguments, tile, sequence, smem, state).run(key_tile.walk, sums);
+      const BwdParams& params = arguments.params;
+      const KeysGradient gradient =
+          kIsDv ? KeysGradient{params.dv, params.workspace.dv, params.head_dim_v, 1.f}
+                : KeysGradient{params.dk, params.workspace.dk, params.head_dim,
+                               params.scale.scale};
       store_keys<typename Traits::Element, Mma, Shape, 1>(arguments, tile, sequence, 0, gradient,
                                                           sums);
     });

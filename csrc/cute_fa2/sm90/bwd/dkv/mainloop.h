@@ -39,13 +39,12 @@ class DkvMainloop {
  public:
   // Where the consumer is in the pipelines, from one tile to the next.
   struct State {
-    Stage stage;  // of Q and dO
-    PipelineState<Traits::kWeightStages> weights;
+    Stage stage;  // of Q and dO, and of P
     uint32_t kv_parity = 0;
   };
 
   // For one tile. `state` goes on from the tile before.
-  CUTE_DEVICE DkvMainloop(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
+  CUTE_DEVICE DkvMainloop(const BwdArguments& arguments, const TileCoord& tile, const Sequence& sequence,
                           SharedMemory& smem, State& state)
       : scores_(arguments.params, sequence, tile.m_block * Traits::kBlockN),
         smem_(smem),
@@ -53,7 +52,6 @@ class DkvMainloop {
             SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
                 Traits::fragment_q(smem.q[0]))))),
         stage_(state.stage),
-        weights_(state.weights),
         kv_parity_(state.kv_parity) {}
 
   // Leaves the sums in tdXrdX, ((2, 2, kHeadDim / 8), 1, 1).
@@ -77,6 +75,8 @@ class DkvMainloop {
     hopper::wgmma_wait<0>();
     CUTE_NO_UNROLL
     for (bool is_first = true;; is_first = false) {
+      // Or ptxas makes each descriptor ahead of the loop, and has no registers for them.
+      address_ = platform::rematerialize(address_, block.m_block);
       warpgroup_fence_operand(tSrS);
       if constexpr (kIsDv) {
         scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
@@ -147,11 +147,10 @@ class DkvMainloop {
   template <class P>
   CUTE_DEVICE void hand_over(const P& tSrP) {
     // P of two blocks before has been read.
-    smem_.weights_empty[weights_.stage].wait(weights_.parity ^ 1);  // fault: dkv90-weights-empty
-    WarpgroupSums::store_to_shared(smem_.weights[weights_.stage], tSrP);
+    smem_.weights_empty[stage_.stage].wait(stage_.parity ^ 1);  // fault: dkv90-weights-empty
+    WarpgroupSums::store_to_shared(smem_.weights[stage_.stage], tSrP);
     hopper::sync_warp();
-    hopper::arrive_of_warp(smem_.weights_full[weights_.stage], /*after_accesses=*/true);
-    weights_.advance();
+    hopper::arrive_of_warp(smem_.weights_full[stage_.stage], /*after_accesses=*/true);
   }
 
   // dS from dP, in its place.
@@ -159,11 +158,10 @@ class DkvMainloop {
   CUTE_DEVICE void to_score_gradients(Dp& tSrDp) {
     using namespace cute;
     auto tSrP = make_tensor<float>(tSrDp.layout());
-    smem_.weights_full[weights_.stage].wait(weights_.parity);  // P is there; fault: dkv90-weights-full
-    WarpgroupSums::load_from_shared(smem_.weights[weights_.stage], tSrP);
+    smem_.weights_full[stage_.stage].wait(stage_.parity);  // P is there; fault: dkv90-weights-full
+    WarpgroupSums::load_from_shared(smem_.weights[stage_.stage], tSrP);
     hopper::sync_warp();
-    hopper::arrive_of_warp(smem_.weights_empty[weights_.stage], /*after_accesses=*/true);
-    weights_.advance();
+    hopper::arrive_of_warp(smem_.weights_empty[stage_.stage], /*after_accesses=*/true);
     smem_.q_full[stage_.stage].wait(stage_.parity);  // so are the statistics
     scores_.to_score_gradients(smem_.stats[stage_.stage], tSrP, tSrDp);
   }
@@ -172,7 +170,6 @@ class DkvMainloop {
   SharedMemory& smem_;
   int address_;  // of smem_.q, as SharedOperand counts
   Stage& stage_;
-  PipelineState<Traits::kWeightStages>& weights_;
   uint32_t& kv_parity_;
 };
 

@@ -3,8 +3,8 @@
 //   S = Q K^T     P = 2^(scale_log2 S - lse_log2)
 //   dP = dO V^T   dS = P * (dP - delta)              dQ += dS K
 //
-// While the warpgroup computes dS of a block, the tensor cores have the scores of that block and dQ
-// of the one before.
+// While the warpgroup computes P of a block, the tensor cores have its dP; before, dQ of the block
+// before and its S.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -86,10 +86,8 @@ class DqMainloop {
       address_ = platform::rematerialize(address_, n_block);
       warpgroup_fence_operand(tSrS);
       to_weights(n_block * kBlockN, tSrS);
-      hopper::wgmma_wait<0>();  // dP is complete, and dQ of the block before
+      hopper::wgmma_wait<0>();  // dP is complete
       warpgroup_fence_operand(tSrDp);
-      warpgroup_fence_operand(tdQrdQ);
-      if (before >= 0) release(smem_.k_empty[before]);
       release(smem_.v_empty[v_.stage]);
       v_.advance();
       to_score_gradients(tSrS, tSrDp);
@@ -97,16 +95,15 @@ class DqMainloop {
       const auto kt = kt_operand();
       before = k_.stage;
       k_.advance();
-      if (n_block == own.begin) {
-        gemm_rs(MmaDq{}, tSrDs, kt, tdQrdQ);
-        break;
-      }
+      gemm_rs(MmaDq{}, tSrDs, kt, tdQrdQ);
+      if (n_block == own.begin) break;
       smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
       gemm_ss<Traits::kHeadDim>(MmaS{}, q_operand(), k_operand(), tSrS);
-      gemm_rs(MmaDq{}, tSrDs, kt, tdQrdQ);
       smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
       gemm_ss<Traits::kHeadDimV>(MmaS{}, dout_operand(), v_operand(), tSrDp);
-      hopper::wgmma_wait<2>();  // S is complete
+      hopper::wgmma_wait<1>();  // S is complete, and dQ
+      warpgroup_fence_operand(tdQrdQ);
+      release(smem_.k_empty[before]);
     }
     hopper::wgmma_wait<0>();  // dQ is complete
     warpgroup_fence_operand(tdQrdQ);
