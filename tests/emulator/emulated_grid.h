@@ -10,7 +10,8 @@
 namespace flash_cute {
 
 template <class Kernel>
-void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int, cudaStream_t) {
+void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int, cudaStream_t,
+              bool = false) {
   using Traits = typename Kernel::Traits;
   using SharedMemory = typename Traits::SharedMemory;
   auto run = [](const void* arguments, void* smem) {

@@ -92,7 +92,8 @@ std::string GlobalMemory::reduce(const void* address, int bytes) {
   if (!aligned(address, bytes)) return kMisaligned;
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
-  if (row->use != Use::kWorkspace && row->use != Use::kSums) return "of " + name(*row) + ", which is no workspace";
+  if (row->use != Use::kWorkspace && row->use != Use::kSums)
+    return "of " + name(*row) + ", which is no workspace";
   const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
   for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
     const uint8_t before =

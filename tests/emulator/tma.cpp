@@ -172,7 +172,8 @@ void Tma::begin_store(Thread& thread, const Box& box, Store::Kind kind) {
 }
 
 void Tma::begin_read(Cta& cta, const Store& store) {
-  const auto& reader = store.kind == Store::Kind::kAdds ? SharedMemory::kTmaReduction : SharedMemory::kTmaStore;
+  const auto& reader =
+      store.kind == Store::Kind::kAdds ? SharedMemory::kTmaReduction : SharedMemory::kTmaStore;
   SharedMemory::AsyncRead read(cta.shared, reader, {store.thread, 1}, store.box.code);
   store.box.for_each_chunk([&](uint32_t offset, const unsigned char*, int) { read.begin(offset); });
 }
@@ -184,7 +185,10 @@ void Tma::read(Cta& cta, Store& store) {
   if (store.kind != Store::Kind::kTensor) {
     const auto* x = reinterpret_cast<const float*>(cta.shared.data() + store.box.offset);
     auto* sums = reinterpret_cast<float*>(const_cast<unsigned char*>(store.box.map.data));
-    additions_.push_back({store.thread, store.group, sums, {x, x + store.box.bytes() / 4},
+    additions_.push_back({store.thread,
+                          store.group,
+                          sums,
+                          {x, x + store.box.bytes() / 4},
                           store.kind == Store::Kind::kAdds});
     return;
   }
@@ -236,7 +240,8 @@ void Tma::wait_complete(Thread& thread, const void* code) {
 bool Tma::adds(const Thread& thread) const {
   auto is_its = [&](const auto& other) { return other.thread == &thread; };
   return std::ranges::any_of(additions_, is_its) ||
-         std::ranges::any_of(stores_, [&](const Store& s) { return s.kind != Store::Kind::kTensor && is_its(s); });
+         std::ranges::any_of(
+             stores_, [&](const Store& s) { return s.kind != Store::Kind::kTensor && is_its(s); });
 }
 
 void Tma::check_stored(const Thread& thread) const {

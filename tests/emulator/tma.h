@@ -88,7 +88,8 @@ class Tma {
     int64_t group;
     bool has_read;  // shared memory, and written if to a tensor
   };
-  // What has been read, and will be added or stored when the thread waits for that, or as the CTA ends.
+  // What has been read, and will be added or stored when the thread waits for that, or as the CTA
+  // ends.
   struct Addition {
     const Thread* thread;
     int64_t group;

@@ -21,10 +21,12 @@ __global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMin
   Kernel::run(arguments, *reinterpret_cast<typename Kernel::Traits::SharedMemory*>(smem));
 }
 
-// Runs Kernel::run(arguments, shared memory) in each thread of `ctas` CTAs.
+// Runs Kernel::run(arguments, shared memory) in each thread of `ctas` CTAs. `overlaps`: its CTAs
+// may begin once all those of the kernel before have called hopper::let_next_begin. They read
+// nothing of it, and end with hopper::wait_for_kernel_before.
 template <class Kernel>
 void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int device,
-              cudaStream_t stream) {
+              cudaStream_t stream, bool overlaps = false) {
   using Traits = typename Kernel::Traits;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
   if constexpr (kSmemBytes > 48 * 1024) {  // CUDA wants to be asked, once for each device
@@ -35,9 +37,17 @@ void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int dev
       asked_for.set(device);
     }
   }
-  flash_cute_kernel<Kernel>
-      <<<static_cast<unsigned>(ctas), Traits::kThreads, kSmemBytes, stream>>>(arguments);
-  check_cuda(cudaGetLastError());
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(ctas);
+  config.blockDim = Traits::kThreads;
+  config.dynamicSmemBytes = kSmemBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlaps ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, flash_cute_kernel<Kernel>, arguments));
 }
 
 }  // namespace flash_cute

@@ -60,8 +60,8 @@ CUTE_DEVICE void pass_turn(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// A flag in global memory, 0 until one thread raises it. Who has waited for it sees what that thread
-// saw before.
+// A flag in global memory, 0 until one thread raises it. Who has waited for it sees what that
+// thread saw before.
 CUTE_DEVICE void raise_flag(int* flag) {
   asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
 }

@@ -102,8 +102,8 @@ struct alignas(8) RowGradStats {
   float delta;     // rowsum(dO * O) - dlse
 };
 
-// sm90: the tiles of keys that add to a block of dQ's sums, in any order. The first stores its part,
-// the last makes dQ of the sums.
+// sm90: the tiles of keys that add to a block of dQ's sums, in any order. The first stores its
+// part, the last makes dQ of the sums.
 struct alignas(16) DqAdders {
   int begun;    // how many have begun to add, or to store
   int stored;   // whether the first one's part is there
@@ -117,12 +117,12 @@ struct alignas(16) DqAdders {
 struct BwdWorkspace {
   RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m)
   float* dq;            // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
-  float* dk;  // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
-  float* dv;  // likewise
+  float* dk;         // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
+  float* dv;         // likewise
   DqAdders* adders;  // sm90: of each block of dq; (batch, heads_q, m_blocks)
-  int* tickets;  // how many tiles have been taken, where CTAs take them in turn; else null
-  int* added;    // sm80: where dQ's sums are in order, how many key blocks have been added to each
-                 // block of dq, (batch, heads_q, m_blocks); else null
+  int* tickets;      // how many tiles have been taken, where CTAs take them in turn; else null
+  int* added;  // sm80: where dQ's sums are in order, how many key blocks have been added to each
+               // block of dq, (batch, heads_q, m_blocks); else null
 };
 
 struct BwdParams : AttentionParams {

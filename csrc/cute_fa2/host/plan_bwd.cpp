@@ -55,7 +55,8 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
 TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
                          const DeviceProperties& device) {
   const int64_t columns = params.head_dim + params.head_dim_v;
-  const int64_t kv_head_bytes = std::max<int64_t>(params.len_k, 1) * columns * bytes_of(params.dtype);
+  const int64_t kv_head_bytes =
+      std::max<int64_t>(params.len_k, 1) * columns * bytes_of(params.dtype);
   const int heads = params.heads_q * params.batch;
   const int64_t side_by_side = device.l2_bytes / 3 * 2 / kv_head_bytes * params.group_size;
   const int head_group =
@@ -122,8 +123,8 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
   check_grid(int64_t{params.batch} * params.heads_q * plan.m_blocks);
   plan.order = order_tiles(params, plan, device);
   const int tiles_of_all = plan.order.tiles();
-  plan.ctas = plan.arch == Arch::kSm80 ? tiles_of_all
-                                       : std::min(tiles_of_all, device.multiprocessors);
+  plan.ctas =
+      plan.arch == Arch::kSm80 ? tiles_of_all : std::min(tiles_of_all, device.multiprocessors);
   Allocator count(nullptr);
   allocate(count, plan, params);
   plan.workspace_bytes = count.bytes();
@@ -182,9 +183,9 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   count_blocks(plan, params);
   // Sums in memory are in any order.
   const bool one_pass = entry.keys.is_one_pass();
-  plan.dq_by = one_pass && plan.n_blocks == 1            ? DqBy::kTile
+  plan.dq_by = one_pass && plan.n_blocks == 1      ? DqBy::kTile
                : one_pass && !params.deterministic ? DqBy::kSums
-                                                         : DqBy::kOwnKernel;
+                                                   : DqBy::kOwnKernel;
   if (plan.dq_by == DqBy::kOwnKernel) plan.dq_order = order_dq_tiles(params, entry.rows, device);
   finish(plan, params, overrides, device);
   if (encode_tensor_maps) {

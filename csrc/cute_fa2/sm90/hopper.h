@@ -72,9 +72,9 @@ class Barrier {
   uint64_t state_;
 };
 
-// A warp arrives once its lanes have met (sync_warp, or a wgmma): its first lane does. racecheck does
-// not see that what the lanes read and wrote of shared memory comes before. So in a build for it
-// (FLASH_CUTE_RACECHECK) each lane arrives where there was such: barriers count kArrivalsOfWarp.
+// A warp arrives once its lanes have met (sync_warp, or a product): its first lane does. racecheck
+// does not see that the lanes' accesses to shared memory come before. So in a build for it
+// (FLASH_CUTE_RACECHECK) each lane arrives, at barriers that count kArrivalsOfWarp.
 #ifdef FLASH_CUTE_RACECHECK
 constexpr int kArrivalsOfWarp = 32;
 #else
@@ -148,6 +148,12 @@ CUTE_DEVICE void named_barrier_arrive(int barrier, int warpgroups = 2) {
 CUTE_DEVICE void named_barrier_sync(int barrier, int warpgroups = 2) {
   cutlass::arch::NamedBarrier::sync(warpgroups * kWarpgroup, static_cast<uint32_t>(barrier));
 }
+
+// Programmatic dependent launch, see run_grid.
+CUTE_DEVICE void let_next_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+CUTE_DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // setmaxnreg: fewer registers for each thread of a warpgroup, or more.
 template <int kRegisters>

@@ -11,8 +11,9 @@
 
 namespace flash_cute::sm90 {
 
-// Issues the TMA loads of kRows rows, from row `row` of (batch, head), to `target`: a box of kBoxRows
-// rows for each part of each strip of columns. An expanded dimension has one entry in the map.
+// Issues the TMA loads of kRows rows, from row `row` of (batch, head), to `target`: a box of
+// kBoxRows rows for each part of each strip of columns. An expanded dimension has one entry in the
+// map.
 template <int kRows, int kColumns, int kStrip, int kBoxRows = kRows, class View, class Element>
 CUTE_DEVICE void tma_load_rows(const CUtensorMap& map, const View& view, Element* target,
                                hopper::Barrier& arrival, int row, int head, int batch) {

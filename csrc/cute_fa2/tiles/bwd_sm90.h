@@ -18,8 +18,8 @@ struct WarpgroupRoles {
 
 // A tile of keys, for dK and dV. It walks over the query rows, kBlockM at a time. Up to head dim
 // 128 each consumer has kConsumerKeys keys of its own, and the tile's part of dQ comes along (one
-// pass). Above, dK and dV of kConsumerKeys keys fill the registers of two consumers: one has dV, the
-// other dK (by roles), and dQ has a kernel of its own.
+// pass). Above, dK and dV of kConsumerKeys keys fill the registers of two consumers: one has dV,
+// the other dK (by roles), and dQ has a kernel of its own.
 struct BwdConfigSm90 {
   int head_dim;    // bucket of Q and K: serves head dims up to this one
   int head_dim_v;  // bucket of V and O
@@ -31,10 +31,12 @@ struct BwdConfigSm90 {
   static constexpr int kDsStages = 2;       // one pass: blocks of dS in shared memory
 
   constexpr bool is_one_pass() const { return head_dim <= 128; }
-  constexpr int block_n() const { return is_one_pass() ? consumers * kConsumerKeys : kConsumerKeys; }
+  constexpr int block_n() const {
+    return is_one_pass() ? consumers * kConsumerKeys : kConsumerKeys;
+  }
   constexpr WarpgroupRoles roles() const { return {consumers}; }
-  // K, V, Q and dO; one pass: dS, each consumer's dQ; by roles: P; the rows' statistics and barriers, in
-  // whole KB.
+  // K, V, Q and dO; one pass: dS, each consumer's dQ; by roles: P; the rows' statistics and
+  // barriers, in whole KB.
   constexpr int smem_bytes(int element_bytes) const {
     const int kv = block_n() * (head_dim + head_dim_v);
     const int q_and_dout = stages * kBlockM * (head_dim + head_dim_v);
@@ -80,7 +82,7 @@ inline constexpr BwdEntrySm90 kBwdTilesSm90[] = {
     // keys: head_dim, head_dim_v, consumers, stages
     // rows: head_dim, head_dim_v, consumers, block_n, k_stages, v_stages
     {{32, 32, 3, 2}, {32, 32, 3, 64, 4, 4}},     {{64, 64, 3, 2}, {64, 64, 3, 64, 4, 4}},
-    {{96, 96, 2, 2}, {96, 96, 3, 64, 3, 3}},    {{128, 128, 2, 2}, {128, 128, 2, 64, 4, 4}},
+    {{96, 96, 2, 2}, {96, 96, 3, 64, 3, 3}},     {{128, 128, 2, 2}, {128, 128, 2, 64, 4, 4}},
     {{192, 192, 2, 2}, {192, 192, 2, 64, 2, 2}}, {{256, 256, 2, 2}, {256, 256, 2, 64, 2, 1}},
 };
 

@@ -1,8 +1,8 @@
-// Adds a consumer's parts of dQ to their sums in memory, beside the consumer: one thread of a warp of
-// the producer's warpgroup. A part comes from shared memory by a bulk copy. Who adds first to a block
-// stores instead, so sums need no zeros ahead. Only for that one do the others wait, and it waits for
-// nobody: a CTA may run or not. Who adds last leaves the block to its consumer, which makes dQ of the
-// sums at the end of its next tile.
+// Adds a consumer's parts of dQ to their sums in memory, beside the consumer: one thread of a warp
+// of the producer's warpgroup. A part comes from shared memory by a bulk copy. Who adds first to a
+// block stores instead, so sums need no zeros ahead. Only for that one do the others wait, and it
+// waits for nobody: a CTA may run or not. Who adds last leaves the block to its consumer, which
+// makes dQ of the sums at the end of its next tile.
 #pragma once
 
 #include <cute/tensor.hpp>

@@ -1,5 +1,5 @@
-// A CTA of the SM90 backward from beginning to end, in one pass. Its warpgroups have roles. It takes
-// tile after tile of keys.
+// A CTA of the SM90 backward from beginning to end, in one pass. Its warpgroups have roles. It
+// takes tile after tile of keys.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -30,6 +30,7 @@ struct BwdKernel {
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     using namespace cute;
     const BwdParams& params = arguments.params;
+    hopper::let_next_begin();  // dQ's own kernel fills the multiprocessors that this one leaves
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
       BwdPipeline<Traits>::init_barriers(smem, arguments.dq_by);

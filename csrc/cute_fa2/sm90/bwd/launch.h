@@ -68,7 +68,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   if (plan.dq_by == DqBy::kOwnKernel) {
     arguments.decoder = TileDecoder(plan.dq_order, params.heads_q, params.batch);
     run_grid<DqKernel<DqTraits<kDType, kEntry.rows>, kMask>>(arguments, plan.dq_order.tiles(),
-                                                             device, stream);
+                                                             device, stream, /*overlaps=*/true);
   }
 }
 

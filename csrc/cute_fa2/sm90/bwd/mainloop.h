@@ -1,6 +1,6 @@
-// A consumer's main loop of one pass: dK and dV of its keys, and dQ's part of the tile, one block of
-// query rows at a time. A consumer is a warpgroup with 64 keys. Where dQ has a kernel of its own,
-// this one leaves it out.
+// A consumer's main loop of one pass: dK and dV of its keys, and dQ's part of the tile, one block
+// of query rows at a time. A consumer is a warpgroup with 64 keys. Where dQ has a kernel of its
+// own, this one leaves it out.
 //
 //   S^T = K Q^T     P^T = 2^(scale_log2 S^T - lse_log2)    dV += P^T dO
 //   dP^T = V dO^T   dS^T = P^T * (dP^T - delta)            dK += dS^T Q     dQ += dS K
@@ -44,8 +44,8 @@ class BwdMainloop {
   using State = typename BwdPipeline<Traits>::ConsumerState;
 
   // For one tile. `state` goes on from the tile before.
-  CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, const TileCoord& tile, const Sequence& sequence,
-                          SharedMemory& smem, int consumer, State& state)
+  CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, const TileCoord& tile,
+                          const Sequence& sequence, SharedMemory& smem, int consumer, State& state)
       : arguments_(arguments),
         params_(arguments.params),
         tile_(tile),
@@ -111,7 +111,8 @@ class BwdMainloop {
     auto tSrP = make_tensor(recast_ptr<Element>(p_words.data()), tSrS.layout());
     auto tSrDs = make_tensor(recast_ptr<Element>(ds_words.data()), tSrS.layout());
 
-    smem_.q_full[state_.stage.stage].wait(state_.stage.parity);  // Q and the statistics have arrived
+    smem_.q_full[state_.stage.stage].wait(
+        state_.stage.parity);  // Q and the statistics have arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, k_operand(), q_operand(), tSrS);
     smem_.dout_full[state_.stage.stage].wait(state_.stage.parity);  // dO has arrived
     gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
@@ -197,7 +198,8 @@ class BwdMainloop {
   }
   CUTE_DEVICE auto kt_operand() const { return operand(Traits::fragment_kt(smem_.k), smem_.k); }
 
-  // -- dS and dQ -----------------------------------------------------------------------------------
+  // -- dS and dQ
+  // -----------------------------------------------------------------------------------
 
   // dS^T to shared memory: a row is a key, with kBlockM query rows.
   template <class Words>
@@ -205,8 +207,8 @@ class BwdMainloop {
     constexpr int kWarpKeys = Traits::kConsumerKeys / 4;
     const int warp = hopper::warp_in_warpgroup();
     const int lane = hopper::thread_in_warpgroup() % 32;
-    Element* const rows =
-        smem_.ds[state_.ds.stage] + (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
+    Element* const rows = smem_.ds[state_.ds.stage] +
+                          (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
     // Where this lane's chunk of columns 0 to 15 lies; `first ^ column` is that of later columns.
     const int first = typename Traits::SmemLayoutDst{}(lane % 16, lane / 16 * 8);
     CUTE_UNROLL

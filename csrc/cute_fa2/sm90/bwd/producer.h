@@ -1,5 +1,5 @@
-// The producer is one thread. For each tile it has TMA bring K and V, and block after block of Q, dO
-// and the rows' statistics, ahead of the consumers.
+// The producer is one thread. For each tile it has TMA bring K and V, and block after block of Q,
+// dO and the rows' statistics, ahead of the consumers.
 #pragma once
 
 #include <cute/config.hpp>

@@ -48,8 +48,8 @@ class QueryWalk {
   BlockRange rows_;
 };
 
-// A block's index among all: that of its statistics and its sums of dQ. The preprocess has a CTA for
-// each of them, so it fits.
+// A block's index among all: that of its statistics and its sums of dQ. The preprocess has a CTA
+// for each of them, so it fits.
 CUTE_DEVICE int index_of(const BwdParams& params, const TileCoord& tile, QueryBlock block) {
   return (tile.batch * params.heads_q + block.head) * params.m_blocks + block.m_block;
 }

@@ -21,8 +21,9 @@ struct KeysGradient {
 
 // Of the keys of warpgroup `part` of `kParts` of the tile, which has `Shape` of them each.
 template <class Element, class Mma, class Shape, int kParts, class Accumulator>
-CUTE_DEVICE void store_keys(const BwdArguments& arguments, const TileCoord& tile, const Sequence& sequence,
-                            int part, const KeysGradient& gradient, Accumulator& accumulator) {
+CUTE_DEVICE void store_keys(const BwdArguments& arguments, const TileCoord& tile,
+                            const Sequence& sequence, int part, const KeysGradient& gradient,
+                            Accumulator& accumulator) {
   const BwdParams& params = arguments.params;
   if (params.head_splits > 1) {
     const int64_t tiles = int64_t{tile.split} * params.batch + tile.batch;

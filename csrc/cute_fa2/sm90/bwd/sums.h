@@ -68,11 +68,13 @@ class WarpgroupSums {
     const TensorView<void*>& view = place.view;
     Element* const to = static_cast<Element*>(view.data) + place.batch * view.stride_batch +
                         place.head * view.stride_head + (place.first + row) * view.stride_row;
-    auto sums = make_tensor<float>(Shape<_2, _2, _4, Int<kColumns / 32>>{});  // (column, row, 4, ..)
+    auto sums =
+        make_tensor<float>(Shape<_2, _2, _4, Int<kColumns / 32>>{});  // (column, row, 4, ..)
     CUTE_UNROLL
     for (int i = 0; i < size(sums); i += 4) {
       const int column = i / 16 * 32 + lane / 8 * 8;
-      copy(Copy{}, at(of_lane + column * kWarpRows + i % 16), make_tensor(sums.data() + i, Shape<_4>{}));
+      copy(Copy{}, at(of_lane + column * kWarpRows + i % 16),
+           make_tensor(sums.data() + i, Shape<_4>{}));
     }
     CUTE_UNROLL
     for (int part = 0; part < kColumns / 32; ++part) {

@@ -1,5 +1,5 @@
-// How the tiles of keys come to persistent CTAs: each takes the next one that nobody has. The producer
-// asks for it, once it has begun the last load of the one before, and tells the others.
+// How the tiles of keys come to persistent CTAs: each takes the next one that nobody has. The
+// producer asks for it, once it has begun the last load of the one before, and tells the others.
 #pragma once
 
 #include <cute/config.hpp>

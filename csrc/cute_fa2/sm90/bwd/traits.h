@@ -1,5 +1,5 @@
-// The types of one SM90 backward kernel of one pass: tile shapes, the matrix products of a warpgroup and the
-// shared-memory layouts that TMA writes and wgmma reads.
+// The types of one SM90 backward kernel of one pass: tile shapes, the matrix products of a
+// warpgroup and the shared-memory layouts that TMA writes and wgmma reads.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -72,23 +72,28 @@ struct BwdTraits {
         first<ShapeDv>(smem_tensor<ByRows<Element, ShapeV, kStripV>>(tile)));
   }
   static CUTE_DEVICE auto fragment_q(Element* tile) {
-    return MmaSt{}.get_slice(0).partition_fragment_B(smem_tensor<ByRows<Element, ShapeQ, kStrip>>(tile));
+    return MmaSt{}.get_slice(0).partition_fragment_B(
+        smem_tensor<ByRows<Element, ShapeQ, kStrip>>(tile));
   }
   static CUTE_DEVICE auto fragment_dout(Element* tile) {
-    return MmaSt{}.get_slice(0).partition_fragment_B(smem_tensor<ByRows<Element, ShapeDout, kStripV>>(tile));
+    return MmaSt{}.get_slice(0).partition_fragment_B(
+        smem_tensor<ByRows<Element, ShapeDout, kStripV>>(tile));
   }
   static CUTE_DEVICE auto fragment_qt(Element* tile) {
-    return MmaDk{}.get_slice(0).partition_fragment_B(smem_tensor<Transposed<Element, ShapeQ, kStrip>>(tile));
+    return MmaDk{}.get_slice(0).partition_fragment_B(
+        smem_tensor<Transposed<Element, ShapeQ, kStrip>>(tile));
   }
   static CUTE_DEVICE auto fragment_doutt(Element* tile) {
-    return MmaDv{}.get_slice(0).partition_fragment_B(smem_tensor<Transposed<Element, ShapeDout, kStripV>>(tile));
+    return MmaDv{}.get_slice(0).partition_fragment_B(
+        smem_tensor<Transposed<Element, ShapeDout, kStripV>>(tile));
   }
   static CUTE_DEVICE auto fragment_ds(Element* tile) {
     return MmaDq{}.get_slice(0).partition_fragment_A(
         smem_tensor<Transposed<Element, Tile<kBlockN, kBlockM>, kStripDs>>(tile));
   }
   static CUTE_DEVICE auto fragment_kt(Element* tile) {
-    return MmaDq{}.get_slice(0).partition_fragment_B(smem_tensor<Transposed<Element, ShapeK, kStrip>>(tile));
+    return MmaDq{}.get_slice(0).partition_fragment_B(
+        smem_tensor<Transposed<Element, ShapeK, kStrip>>(tile));
   }
 
   // What the barriers mean: pipeline.h.

@@ -1,5 +1,5 @@
-// A CTA of the SM90 backward that computes dK and dV of a tile of keys, by two consumers of which each
-// has one of them. It takes tile after tile.
+// A CTA of the SM90 backward that computes dK and dV of a tile of keys, by two consumers of which
+// each has one of them. It takes tile after tile.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -25,6 +25,7 @@ struct DkvKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     const BwdParams& params = arguments.params;
+    hopper::let_next_begin();  // dQ's own kernel fills the multiprocessors that this one leaves
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
       Traits::init_barriers(smem);
@@ -71,8 +72,7 @@ struct DkvKernel {
       const BwdParams& params = arguments.params;
       const KeysGradient gradient =
           kIsDv ? KeysGradient{params.dv, params.workspace.dv, params.head_dim_v, 1.f}
-                : KeysGradient{params.dk, params.workspace.dk, params.head_dim,
-                               params.scale.scale};
+                : KeysGradient{params.dk, params.workspace.dk, params.head_dim, params.scale.scale};
       store_keys<typename Traits::Element, Mma, Shape, 1>(arguments, tile, sequence, 0, gradient,
                                                           sums);
     });

@@ -1,11 +1,12 @@
-// The main loop of one consumer of two, which has one gradient of the tile's keys: dV or dK. Both walk
-// over the query rows, one block at a time.
+// The main loop of one consumer of two, which has one gradient of the tile's keys: dV or dK. Both
+// walk over the query rows, one block at a time.
 //
 //   dV: S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)   dV += P^T dO
 //   dK: dP^T = V dO^T  dS^T = P^T * (dP^T - delta)           dK += dS^T Q
 //
-// P^T goes from the one to the other by shared memory, in fp32: dS is rounded once. While a warpgroup
-// computes P or dS of a block, the tensor cores have its gradient's product of the block before.
+// P^T goes from the one to the other by shared memory, in fp32: dS is rounded once. While a
+// warpgroup computes P or dS of a block, the tensor cores have its gradient's product of the block
+// before.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -44,12 +45,12 @@ class DkvMainloop {
   };
 
   // For one tile. `state` goes on from the tile before.
-  CUTE_DEVICE DkvMainloop(const BwdArguments& arguments, const TileCoord& tile, const Sequence& sequence,
-                          SharedMemory& smem, State& state)
+  CUTE_DEVICE DkvMainloop(const BwdArguments& arguments, const TileCoord& tile,
+                          const Sequence& sequence, SharedMemory& smem, State& state)
       : scores_(arguments.params, sequence, tile.m_block * Traits::kBlockN),
         smem_(smem),
-        address_(platform::warp_uniform(static_cast<int>(
-            SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
+        address_(platform::warp_uniform(
+            static_cast<int>(SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
                 Traits::fragment_q(smem.q[0]))))),
         stage_(state.stage),
         kv_parity_(state.kv_parity) {}
@@ -69,7 +70,7 @@ class DkvMainloop {
     (kIsDv ? smem_.k_full : smem_.v_full).wait(kv_parity_);  // K or V has arrived
     kv_parity_ ^= 1;
     QueryBlock block = walk.first();
-    Stage before;  // whose product of the gradient is in flight
+    Stage before;                            // whose product of the gradient is in flight
     first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
     hopper::wgmma_wait<0>();

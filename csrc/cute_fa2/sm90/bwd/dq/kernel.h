@@ -41,6 +41,7 @@ struct DqKernel {
       if (hopper::is_first_thread()) {
         const Sequence sequence(params, tile.batch);
         DqProducer<Traits>(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
+        hopper::wait_for_kernel_before();  // then both are over
       }
       return;
     }
@@ -53,8 +54,8 @@ struct DqKernel {
     const GradientPlace place = {params.dq,        tile.batch,     tile.head,
                                  sequence.first_q, sequence.len_q, params.head_dim};
     store_gradient<typename Traits::Element, typename Traits::MmaDq, typename Traits::ShapeQ>(
-        place, tile.m_block * Traits::kBlockM + consumer * Traits::kConsumerRows, params.scale.scale, tdQrdQ,
-        hopper::thread_in_warpgroup());
+        place, tile.m_block * Traits::kBlockM + consumer * Traits::kConsumerRows,
+        params.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
   }
 
  private:
