@@ -32,9 +32,12 @@ CONFIG = {
         *("stages", "q_stages", "ping_pong"),
     ),
     ("sm90", "bwd"): ("head_dim", "head_dim_v", "consumers", "stages"),
+    ("sm90", "dq"): ("head_dim", "head_dim_v", "consumers", "block_n", "k_stages", "v_stages"),
 }
-#: Behind the configuration of sm90: whether the kernel is for split-KV.
-MANGLED = re.compile(r"sm[89]09([FB]wd)Kernel\S*[FB]wdConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?")
+#: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV.
+MANGLED = re.compile(
+    r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq)Kernel\S*?(Fwd|Bwd|Dq)ConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?"
+)
 #: An instruction, without its predicate.
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(.*?)\s*;", re.MULTILINE)
 

@@ -47,10 +47,8 @@ INSTRUCTIONS = {
         *("UTMALDG", "HGMMA", r"MUFU\.EX2", r"MUFU\.RCP", r"FENCE\.VIEW\.ASYNC", "USETMAXREG"),
         *("STSM", "UTMASTG"),
     ),
-    ("sm90", "bwd"): (
-        *("UTMALDG", "UBLKCP", "HGMMA", r"MUFU\.EX2", r"REDG\.E\.ADD\.F32x4", "STSM"),
-        *("USETMAXREG",),
-    ),
+    ("sm90", "bwd"): ("UTMALDG", "UBLKCP", "HGMMA", r"MUFU\.EX2", "USETMAXREG"),
+    ("sm90", "dq"): ("UTMALDG", "HGMMA", r"MUFU\.EX2", "USETMAXREG"),
 }
 
 

@@ -104,29 +104,39 @@ def test_plan(gpu: str, sizes: tuple[int, ...], causal: bool, expected: tuple[An
 @pytest.mark.parametrize(
     "gpu, sizes, options, expected",
     [
-        ("H100", (4, 16, 16, 4096, 4096, 128), {}, ("sm90", 64, 128, 1, 1, 2048)),
-        ("H100", (4, 32, 8, 4096, 4096, 128), {"window_right": 0}, ("sm90", 64, 128, 1, 4, 1024)),
-        ("H100", (1, 32, 1, 4096, 4096, 128), {}, ("sm90", 64, 128, 8, 1, 256)),
+        ("H100", (4, 16, 16, 4096, 4096, 128), {}, ("sm90", 64, 128, 1, 1, "sums", 132)),
+        ("H100", (4, 32, 8, 4096, 4096, 128), {"window_right": 0},
+         ("sm90", 64, 128, 1, 4, "sums", 132)),
+        ("H100", (1, 32, 1, 4096, 4096, 128), {}, ("sm90", 64, 128, 8, 1, "sums", 132)),
         ("H100", (16, 32, 32, 1024, 1024, 64), {"window_right": 0},
-         ("sm90", 64, 192, 1, 8, 3072)),
-        ("H100", (4, 8, 8, 4096, 4096, 256), {}, ("sm80", 64, 64, 1, 1, 2048)),
-        ("A100", (4, 16, 16, 4096, 4096, 128), {}, ("sm80", 64, 128, 1, 1, 2048)),
-        ("RTX 4090", (4, 16, 16, 4096, 4096, 64), {}, ("sm80", 64, 128, 1, 1, 2048)),
+         ("sm90", 64, 192, 1, 8, "sums", 132)),
+        ("H100", (2, 4, 4, 4096, 100, 64), {}, ("sm90", 64, 192, 1, 1, "tile", 8)),
+        ("H100", (4, 8, 8, 4096, 4096, 256), {}, ("sm90", 64, 64, 1, 1, "own kernel", 132)),
+        ("A100", (4, 16, 16, 4096, 4096, 128), {}, ("sm80", 64, 128, 1, 1, "sums", 2048)),
+        ("RTX 4090", (4, 16, 16, 4096, 4096, 64), {}, ("sm80", 64, 128, 1, 1, "sums", 2048)),
     ],
 )  # fmt: skip
 def test_plan_of_a_backward(
     gpu: str, sizes: tuple[int, ...], options: dict[str, int], expected: tuple[Any, ...]
 ) -> None:
     result = plan(gpu, *sizes, backward=1, **options)
-    names = "arch", "block_m", "block_n", "head_splits", "head_group", "ctas"
+    names = "arch", "block_m", "block_n", "head_splits", "head_group", "dq_by", "ctas"
     assert tuple(result[name] for name in names) == expected
-    rows = math.ceil(sizes[3] / result["block_m"]) * result["block_m"] * sizes[0] * sizes[1]
+    blocks = math.ceil(sizes[3] / result["block_m"]) * sizes[0] * sizes[1]
     kv_rows = math.ceil(sizes[4] / result["block_n"]) * result["block_n"] * sizes[0] * sizes[2]
     of_splits = 2 * result["head_splits"] * kv_rows * sizes[5] * 4
-    wanted = rows * (8 + 4 * sizes[5]) + (of_splits if result["head_splits"] > 1 else 0)
-    assert result["workspace_bytes"] == wanted
-    in_order = plan(gpu, *sizes, backward=1, deterministic=1, **options)["workspace_bytes"]
-    assert in_order == wanted + 16 + math.ceil(rows // result["block_m"] * 4 / 16) * 16
+    stats = blocks * result["block_m"] * 8 + (of_splits if result["head_splits"] > 1 else 0)
+    sums = blocks * result["block_m"] * 4 * sizes[5]
+    in_order = plan(gpu, *sizes, backward=1, deterministic=1, **options)
+    if result["arch"] == "sm80":
+        assert result["workspace_bytes"] == stats + sums
+        added = math.ceil(blocks * 4 / 16) * 16
+        assert in_order["workspace_bytes"] == stats + sums + 16 + added
+    else:
+        in_any = sums + blocks * 16 if result["dq_by"] == "sums" else 0
+        assert result["workspace_bytes"] == stats + in_any + 16
+        assert in_order["workspace_bytes"] == stats + 16
+        assert in_order["dq_by"] == ("tile" if result["dq_by"] == "tile" else "own kernel")
 
 
 def test_which_architecture() -> None:

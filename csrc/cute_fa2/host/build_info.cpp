@@ -44,8 +44,10 @@ std::string build_info() {
     if (is_built(entry.config.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
   }
   for (const BwdEntrySm90& entry : kBwdTilesSm90) {
-    if (kSm90IsBuilt && is_built(entry.head_dim()))
-      append(tiles, as_json(entry, DType::kHalf).str());
+    if (kSm90IsBuilt && is_built(entry.head_dim())) {
+      append(tiles, as_json(entry.keys, DType::kHalf).str());
+      append(tiles, as_json(entry.rows, DType::kHalf).str());
+    }
   }
   return JsonObject()
       .add("cuda_runtime", CUDART_VERSION)

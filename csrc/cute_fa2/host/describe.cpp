@@ -1,5 +1,7 @@
 #include "host/describe.h"
 
+#include <algorithm>
+
 namespace flash_cute {
 
 JsonObject as_json(const TileEntrySm80& entry, DType dtype) {
@@ -62,8 +64,7 @@ JsonObject as_json(const BwdEntrySm80& entry, DType dtype) {
       .add("max_registers", entry.max_registers());
 }
 
-JsonObject as_json(const BwdEntrySm90& entry, DType dtype) {
-  const BwdConfigSm90& config = entry.keys;
+JsonObject as_json(const BwdConfigSm90& config, DType dtype) {
   return JsonObject()
       .add("arch", "sm90")
       .add("op", "bwd")
@@ -78,10 +79,27 @@ JsonObject as_json(const BwdEntrySm90& entry, DType dtype) {
       .add("ctas_per_sm", 1)
       .add("max_registers", config.roles().launch_registers())
       .add("producer_registers", config.roles().producer_registers())
-      .add("consumer_registers", config.roles().consumer_registers())
-      .add("dq_block_m", entry.rows.block_m())
-      .add("dq_block_n", entry.rows.block_n)
-      .add("dq_smem_bytes", entry.rows.smem_bytes(bytes_of(dtype)));
+      .add("consumer_registers", config.roles().consumer_registers());
+}
+
+JsonObject as_json(const DqConfigSm90& config, DType dtype) {
+  return JsonObject()
+      .add("arch", "sm90")
+      .add("op", "dq")
+      .add("mask", "any")
+      .add("head_dim", config.head_dim)
+      .add("head_dim_v", config.head_dim_v)
+      .add("block_m", config.block_m())
+      .add("block_n", config.block_n)
+      .add("warps", config.roles().threads() / 32)
+      .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
+      .add("stages", std::min(config.k_stages, config.v_stages))
+      .add("k_stages", config.k_stages)
+      .add("v_stages", config.v_stages)
+      .add("ctas_per_sm", 1)
+      .add("max_registers", config.roles().launch_registers())
+      .add("producer_registers", config.roles().producer_registers())
+      .add("consumer_registers", config.roles().consumer_registers());
 }
 
 const char* name_of(DqBy dq_by) {
@@ -127,7 +145,7 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
 std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device) {
   const bool is_sm80 = plan.arch == Arch::kSm80;
   JsonObject json = is_sm80 ? as_json(kBwdTilesSm80[plan.tile], params.dtype)
-                            : as_json(kBwdTilesSm90[plan.tile], params.dtype);
+                            : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
   const int ctas_per_sm = is_sm80 ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   const int tiles = plan.order.tiles();

@@ -18,7 +18,8 @@ namespace flash_cute {
 JsonObject as_json(const TileEntrySm80& entry, DType dtype);
 JsonObject as_json(const TileEntrySm90& entry, DType dtype);
 JsonObject as_json(const BwdEntrySm80& entry, DType dtype);
-JsonObject as_json(const BwdEntrySm90& entry, DType dtype);
+JsonObject as_json(const BwdConfigSm90& config, DType dtype);
+JsonObject as_json(const DqConfigSm90& config, DType dtype);
 
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device);
 std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device);

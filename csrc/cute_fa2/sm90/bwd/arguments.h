@@ -1,6 +1,8 @@
 // What the kernels of an SM90 backward are launched with.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include "common/tile_decoder.h"
 #include "host/params.h"
 #include "host/plan_bwd.h"
@@ -13,6 +15,8 @@ struct BwdArguments {
   BwdParams params;
   // Of tiles of keys, as of the sm80 backward. For dQ's own kernel: of tiles of query rows.
   TileDecoder decoder;
+  cutlass::FastDivmod m_blocks;  // of dQ's sums, from an index to coordinates
+  cutlass::FastDivmod heads_q;
   int heads_of_split;
   int heads_kv;
   DqBy dq_by;

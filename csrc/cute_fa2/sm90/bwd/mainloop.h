@@ -90,11 +90,12 @@ class BwdMainloop {
     for (int index = smem_.finished[list][consumer_]; index >= 0;) {
       constexpr int kSize = decltype(size(typename Traits::ShapeQ{}))::value;
       const int next = params_.workspace.adders[index].next;
-      const int head = index / params_.m_blocks;
+      int batch_head, m_block, batch, head;
+      arguments_.m_blocks(batch_head, m_block, index);
+      arguments_.heads_q(batch, head, batch_head);
       WarpgroupSums::store_rounded<Element, Traits::kHeadDim>(
-          params_.workspace.dq + int64_t{index} * kSize,
-          place_of_dq(head / params_.heads_q, head % params_.heads_q),
-          index % params_.m_blocks * kBlockM, params_.scale.scale);
+          params_.workspace.dq + int64_t{index} * kSize, place_of_dq(batch, head),
+          m_block * kBlockM, params_.scale.scale);
       index = next;
     }
   }
