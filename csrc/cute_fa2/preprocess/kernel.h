@@ -84,7 +84,8 @@ struct PreprocessKernel {
       const int row0 = m_block * arguments.block_m;
       const int row_end = cute::min(row0 + arguments.block_m, sequence.len_q);
       const BlockRange tiles = mask.visible_blocks(row0, row_end, arguments.block_n);
-      const int expected = tiles.end - tiles.begin;
+      const bool sees_keys = mask.begin(row0) < mask.end(row_end - 1);
+      const int expected = sees_keys ? tiles.end - tiles.begin : 0;
       if (thread == 0) {
         DqAdders& adders = params.workspace.adders[block];
         adders.begun = adders.stored = 0;

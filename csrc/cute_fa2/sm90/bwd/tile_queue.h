@@ -44,8 +44,9 @@ struct TileQueue {
       const bool is_last = index >= arguments.tiles;
       tile.index = is_last ? -1 : index;
       if (!is_last) {
-        tile.at = arguments.decoder.tile(index);
-        tile.walk = walk_of(tile.at);
+        const TileCoord at = arguments.decoder.tile(index);
+        tile.at = at;
+        tile.walk = walk_of(at);
       }
       full[state.stage].arrive();
       state.advance();
