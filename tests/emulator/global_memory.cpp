@@ -74,7 +74,8 @@ std::string GlobalMemory::read(const void* address, int bytes, int alignment) {
     for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
       uint8_t state = kBefore;
       auto& cell = written_[row->first_cell + i];
-      if (row->use == Use::kSums && cell.exchange(kRead, std::memory_order_relaxed) != kNever) {
+      if (row->use == Use::kSums && cell.load(std::memory_order_relaxed) != kNever) {
+        cell.store(kRead, std::memory_order_relaxed);
         continue;
       }
       if (!cell.compare_exchange_strong(state, kRead, std::memory_order_relaxed) &&

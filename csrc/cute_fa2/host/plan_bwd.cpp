@@ -57,12 +57,12 @@ TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
   const int64_t columns = params.head_dim + params.head_dim_v;
   const int64_t kv_head_bytes =
       std::max<int64_t>(params.len_k, 1) * columns * bytes_of(params.dtype);
+  const int m_blocks = static_cast<int>(ceil_div(params.len_q, config.block_m()));
+  check_grid(int64_t{params.heads_q} * params.batch * m_blocks);
   const int heads = params.heads_q * params.batch;
   const int64_t side_by_side = device.l2_bytes / 3 * 2 / kv_head_bytes * params.group_size;
   const int head_group =
       params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
-  const int m_blocks = static_cast<int>(ceil_div(params.len_q, config.block_m()));
-  check_grid(int64_t{heads} * m_blocks);
   return {.m_blocks = m_blocks,
           .heads = heads,
           .head_group = head_group,

@@ -1,5 +1,5 @@
-// The first kernel of a backward: what a step needs of each query row, and the sums and counters
-// that begin as 0. A CTA for each block of rows.
+// The first kernel of a backward: what a step needs of each query row, counters, sums that begin as
+// 0 (sm80), and dQ of blocks of rows that see no key (sm90). A CTA for each block of rows.
 #pragma once
 
 #include <cutlass/fast_math.h>

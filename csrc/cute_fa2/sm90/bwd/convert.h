@@ -12,7 +12,7 @@
 
 namespace flash_cute::sm90 {
 
-// Sums of fp32 to gradients: of dQ, and of dK and dV where CTAs share the heads of a group. A tile
+// Sums of fp32 to dK and dV, where CTAs share the heads of a group. A tile
 // has the rows of kParts accumulators, each `Shape`. A CTA for each tile, a warpgroup for each
 // part.
 template <class Element, class TiledMma, class Shape, int kParts>

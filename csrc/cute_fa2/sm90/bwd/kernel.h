@@ -30,7 +30,8 @@ struct BwdKernel {
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     using namespace cute;
     const BwdParams& params = arguments.params;
-    hopper::let_next_begin();  // dQ's own kernel fills the multiprocessors that this one leaves
+    // dQ's own kernel fills the multiprocessors that this one leaves.
+    if (arguments.dq_by == DqBy::kOwnKernel) hopper::let_next_begin();
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
       BwdPipeline<Traits>::init_barriers(smem, arguments.dq_by);

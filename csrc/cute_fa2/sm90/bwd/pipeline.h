@@ -47,7 +47,7 @@ struct BwdPipeline {
     }
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       // A part of dQ is there; it has been read; all have been added.
-      smem.dq_full[consumer].init(hopper::kWarpgroup / 32);
+      smem.dq_full[consumer].init(hopper::kArrivalsOfWarp * hopper::kWarpgroup / 32);
       smem.dq_empty[consumer].init(1);
       for (int list = 0; list < Traits::kLists; ++list) smem.dq_done[list][consumer].init(1);
     }

@@ -1,5 +1,6 @@
 // The walk of a tile of keys over the query rows that see them: in each query head of its group,
-// from the last block to the first. Producer and consumers walk alike.
+// from the last block to the first. The producer makes it, the others
+// read it from the queue of tiles.
 #pragma once
 
 #include <cute/config.hpp>

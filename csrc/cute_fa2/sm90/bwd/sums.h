@@ -77,14 +77,14 @@ class WarpgroupSums {
            make_tensor(sums.data() + i, Shape<_4>{}));
     }
     CUTE_UNROLL
-    for (int part = 0; part < kColumns / 32; ++part) {
-      const int column = part * 32 + lane / 8 * 8;
+    for (int strip = 0; strip < kColumns / 32; ++strip) {
+      const int column = strip * 32 + lane / 8 * 8;
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         if (row + 8 * r >= place.rows || column >= place.columns) continue;
         auto eight = make_tensor<float>(_8{});
         CUTE_UNROLL
-        for (int c = 0; c < 8; ++c) eight(c) = factor * sums(c % 2, r, c / 2, part);
+        for (int c = 0; c < 8; ++c) eight(c) = factor * sums(c % 2, r, c / 2, strip);
         auto words = make_tensor<uint32_t>(_4{});
         convert_to_words<Element>(eight, words);
         Element* const chunk = to + 8 * r * view.stride_row + column;

@@ -44,7 +44,6 @@ struct BwdTraits {
   // S^T = K Q^T and dP^T = V dO^T, for the consumer's keys. So P^T and dS^T are where dV += P^T dO
   // and dK += dS^T Q take them: in registers. dQ = dS K takes dS of all consumers, from shared
   // memory.
-  static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
   using MmaSt = decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kBlockM>{}));
   using MmaDk = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kHeadDim>{}));

@@ -97,7 +97,7 @@ class DkvMainloop {
       stage_.advance();
       block = walk.next(block);
       if (!walk.has(block)) {
-        second_full(before).wait(before.parity);
+        second_full(before).wait(before.parity);  // dO or Q has arrived
         gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
         break;
       }

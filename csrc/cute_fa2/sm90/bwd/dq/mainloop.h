@@ -117,7 +117,7 @@ class DqMainloop {
   CUTE_DEVICE void skip(int blocks) {
     CUTE_NO_UNROLL
     for (int i = 0; i < blocks; ++i) {
-      smem_.k_full[k_.stage].wait(k_.parity);
+      smem_.k_full[k_.stage].wait(k_.parity);  // the block has arrived, though nobody reads it
       smem_.v_full[v_.stage].wait(v_.parity);
       hopper::sync_warp();
       release(smem_.k_empty[k_.stage]);
