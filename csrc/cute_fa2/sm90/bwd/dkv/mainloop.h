@@ -126,6 +126,7 @@ class DkvMainloop {
     if constexpr (kIsDv) {
       hopper::arrive_of_warp(smem_.dout_empty[state.stage]);
     } else {
+      hopper::sync_warp();  // all lanes have read the statistics
       hopper::arrive_of_warp(smem_.q_empty[state.stage], /*after_accesses=*/true);
     }
   }
