@@ -80,22 +80,12 @@ BACKWARD = [
     Fault("bwd-turn", "", "passes a turn that its CTA has not waited for"),
 ]
 BACKWARD_SM90 = [
-    Fault("bwd90-kv", "", READ),
-    Fault("bwd90-ds-empty", "", f"{RACE}|still reads"),
     Fault("bwd90-ds-fence", "", "with no fence.proxy.async ahead"),
     Fault("bwd90-ds-full", "", READ),
-    Fault("bwd90-staged", "", "still reads"),
-    Fault("bwd90-dq-empty", "", f"{RACE}|still reads"),
-    Fault("bwd90-dq-full", "", f"{READ}|{STUCK}"),
-    Fault("bwd90-dq-stored", "", "which no launch before has written|written already"),
+    Fault("bwd90-staged", "", "still reads|has read"),
     Fault("bwd90-dq-complete", "", "has not waited for"),
     Fault("bwd90-dq-done", "", READ),
     Fault("bwd90-bulk-fence", "", "with no fence.proxy.async ahead"),
-    Fault("bwd90-tile-full", "", READ),
-    Fault("bwd90-tile-empty", "", f"{RACE}|has had its"),
-    Fault("dq90-k", "", READ),
-    Fault("dkv90-weights-empty", "", f"{RACE}|{READ}"),
-    Fault("dkv90-weights-full", "", READ),
 ]
 FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD, *BACKWARD_SM90]
 

@@ -34,7 +34,7 @@ class DqAdder {
     for (QueryBlock block = walk.first(); !walk.is_empty() && walk.has(block);
          block = walk.next(block)) {
       if (turn == consumer_) {
-        smem_.dq_full[consumer_].wait(parity_);  // a part of dQ is there; fault: bwd90-dq-full
+        smem_.dq_full[consumer_].wait(parity_);  // a part of dQ is there
         parity_ ^= 1;
         had_turn = true;
         const int index = index_of(params_, tile.at, block);
@@ -61,7 +61,7 @@ class DqAdder {
     if (is_first) {
       hopper::bulk_store(sums, smem_.dq[consumer_], sizeof smem_.dq[0]);
     } else {
-      platform::wait_for_flag(&adders.stored);  // fault: bwd90-dq-stored
+      platform::wait_for_flag(&adders.stored);
       hopper::fence_async_proxy_global();
       hopper::bulk_reduce_add(sums, smem_.dq[consumer_], sizeof smem_.dq[0]);
     }

@@ -17,6 +17,7 @@ struct BwdArguments {
   TileDecoder decoder;
   cutlass::FastDivmod m_blocks;  // of dQ's sums, from an index to coordinates
   cutlass::FastDivmod heads_q;
+  cutlass::FastDivmod group_size;
   int heads_of_split;
   int heads_kv;
   DqBy dq_by;

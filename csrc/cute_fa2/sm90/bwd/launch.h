@@ -55,6 +55,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
                             TileDecoder(plan.order, params.heads_kv(), params.batch),
                             cutlass::FastDivmod(params.m_blocks),
                             cutlass::FastDivmod(params.heads_q),
+                            cutlass::FastDivmod(params.group_size),
                             static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
                             params.heads_kv(),
                             plan.dq_by,

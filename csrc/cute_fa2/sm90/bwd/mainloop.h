@@ -64,7 +64,7 @@ class BwdMainloop {
     cute::clear(tdKrdK);
     cute::clear(tdVrdV);
     if (walk.is_empty()) return;
-    smem_.k_full.wait(state_.kv_parity);  // K has arrived; fault: bwd90-kv
+    smem_.k_full.wait(state_.kv_parity);  // K has arrived
     smem_.v_full.wait(state_.kv_parity);  // so has V
     state_.kv_parity ^= 1;
     CUTE_NO_UNROLL
@@ -131,7 +131,7 @@ class BwdMainloop {
     const bool has_dq = arguments_.dq_by != DqBy::kOwnKernel;
     if (has_dq) {
       // dS of two steps before has been read.
-      smem_.ds_empty[state_.ds.stage].wait(state_.ds.parity ^ 1);  // fault: bwd90-ds-empty
+      smem_.ds_empty[state_.ds.stage].wait(state_.ds.parity ^ 1);
       store_shared(ds_words);
       // Visible to wgmma, once all lanes are here.
       hopper::fence_async_proxy();  // fault: bwd90-ds-fence
@@ -234,7 +234,7 @@ class BwdMainloop {
           tdQrdQ, hopper::thread_in_warpgroup());
     }
     // The part before has been read.
-    smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);  // fault: bwd90-dq-empty
+    smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);
     state_.dq_parity ^= 1;
     has_parts_ = true;
     WarpgroupSums::store_to_shared(smem_.dq[consumer_], tdQrdQ);

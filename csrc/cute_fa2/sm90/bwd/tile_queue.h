@@ -40,7 +40,7 @@ struct TileQueue {
     PipelineState<kStages> state;
     for (int index = platform::cta_index();;) {
       KeyTile& tile = tiles[state.stage];
-      empty[state.stage].wait(state.parity ^ 1);  // fault: bwd90-tile-empty
+      empty[state.stage].wait(state.parity ^ 1);
       const bool is_last = index >= arguments.tiles;
       tile.index = is_last ? -1 : index;
       if (!is_last) {
@@ -59,7 +59,7 @@ struct TileQueue {
   template <bool kIsAlone, class F>
   CUTE_DEVICE void take(F&& f) {
     for (PipelineState<kStages> state;; state.advance()) {
-      full[state.stage].wait(state.parity);  // fault: bwd90-tile-full
+      full[state.stage].wait(state.parity);
       const KeyTile& tile = tiles[state.stage];
       if (tile.index < 0) return;
       f(tile);

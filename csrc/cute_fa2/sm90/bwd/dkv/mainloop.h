@@ -149,7 +149,7 @@ class DkvMainloop {
   template <class P>
   CUTE_DEVICE void hand_over(const P& tSrP) {
     // P of two blocks before has been read.
-    smem_.weights_empty[stage_.stage].wait(stage_.parity ^ 1);  // fault: dkv90-weights-empty
+    smem_.weights_empty[stage_.stage].wait(stage_.parity ^ 1);
     WarpgroupSums::store_to_shared(smem_.weights[stage_.stage], tSrP);
     hopper::sync_warp();
     hopper::arrive_of_warp(smem_.weights_full[stage_.stage], /*after_accesses=*/true);
@@ -160,7 +160,7 @@ class DkvMainloop {
   CUTE_DEVICE void to_score_gradients(Dp& tSrDp) {
     using namespace cute;
     auto tSrP = make_tensor<float>(tSrDp.layout());
-    smem_.weights_full[stage_.stage].wait(stage_.parity);  // P is there; fault: dkv90-weights-full
+    smem_.weights_full[stage_.stage].wait(stage_.parity);  // P is there
     WarpgroupSums::load_from_shared(smem_.weights[stage_.stage], tSrP);
     hopper::sync_warp();
     hopper::arrive_of_warp(smem_.weights_empty[stage_.stage], /*after_accesses=*/true);

@@ -74,7 +74,7 @@ class DqMainloop {
     auto words = make_tensor<uint32_t>(Int<decltype(size(tSrS))::value / 2>{});
     auto tSrDs = make_tensor(recast_ptr<Element>(words.data()), tSrS.layout());
 
-    smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived; fault: dq90-k
+    smem_.k_full[k_.stage].wait(k_.parity);  // K has arrived
     gemm_ss<Traits::kHeadDim>(MmaS{}, q_operand(), k_operand(), tSrS);
     smem_.v_full[v_.stage].wait(v_.parity);  // V has arrived
     gemm_ss<Traits::kHeadDimV>(MmaS{}, dout_operand(), v_operand(), tSrDp);

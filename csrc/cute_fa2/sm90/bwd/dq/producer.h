@@ -24,7 +24,7 @@ class DqProducer {
       : maps_(arguments.maps),
         params_(arguments.params),
         tile_(tile),
-        head_kv_(tile.head / arguments.params.group_size),
+        head_kv_(arguments.group_size.div(tile.head)),
         sequence_(sequence),
         smem_(smem) {}
 
