@@ -54,15 +54,15 @@ class Mask {
   }
 
   // The inverse of visible_blocks: the blocks of rows of which any sees one of the keys
-  // [key_begin, key_end). For rows that are queries. Empty (end <= begin) if none does.
+  // [key_begin, key_end). For rows that are queries. Where the first of them would be past the last
+  // row, the last block may be among them; the mask then leaves nothing of it.
   CUTE_DEVICE BlockRange visible_row_blocks(int key_begin, int key_end, int len_q,
                                             int block_m) const {
     static_assert(std::is_same_v<Rows, UnpackedRows>);
     const bool is_full = kKind == MaskKind::kFull;
     const int begin = is_full ? 0 : cute::max(0, band_.query_begin_of(key_begin));
     const int end = is_full ? len_q : cute::min(len_q, band_.query_end_of(key_end - 1));
-    if (end <= begin) return {0, 0};
-    return {begin / block_m, (end + block_m - 1) / block_m};
+    return {begin / block_m, (cute::max(0, end) + block_m - 1) / block_m};
   }
 
   // Whether the tile of `rows` x `keys` at (row_origin, key_origin) needs an element test: the edge

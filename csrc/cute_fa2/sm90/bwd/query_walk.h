@@ -28,12 +28,18 @@ class QueryWalk {
                     tile.split * arguments.heads_of_split),
         end_head_(cute::min(first_head_ + arguments.heads_of_split,
                             (tile.head + 1) * arguments.params.group_size)) {
-    // A dQ that is stored at once is stored everywhere.
     const int key0 = tile.m_block * block_n;
     const int key_end = cute::min(key0 + block_n, sequence.len_k);
-    rows_ = arguments.dq_by == DqBy::kTile
-                ? BlockRange{0, arguments.params.m_blocks}
-                : mask.visible_row_blocks(key0, key_end, sequence.len_q, block_m);
+    if (arguments.dq_by == DqBy::kTile) {  // dQ is stored everywhere
+      rows_ = {0, arguments.params.m_blocks};
+      return;
+    }
+    rows_ = mask.visible_row_blocks(key0, key_end, sequence.len_q, block_m);
+    if (is_empty()) return;
+    // The last block may see none of the keys. DqAdder counts on it that it is not visited then.
+    const int row0 = (rows_.end - 1) * block_m;
+    const int row_end = cute::min(row0 + block_m, sequence.len_q);
+    if (mask.begin(row0) >= key_end || mask.end(row_end - 1) <= key0) --rows_.end;
   }
 
   CUTE_DEVICE bool is_empty() const { return rows_.end <= rows_.begin; }
