@@ -113,7 +113,7 @@ struct alignas(16) DqAdders {
 
 // What the kernels of a backward hand on. Tiles are as the plan's: rows are padded to whole blocks,
 // columns to the tile's head dim. dQ, dK and dV are sums in fp32, without the scale, in the order
-// of a tile's accumulators (sm80/bwd/accumulator.h).
+// of a tile's accumulators (smXX/bwd/: accumulator.h, sums.h).
 struct BwdWorkspace {
   RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m)
   float* dq;            // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
@@ -133,7 +133,7 @@ struct BwdParams : AttentionParams {
   TensorView<void*> dq;           // as q
   TensorView<void*> dk;           // as k
   TensorView<void*> dv;           // as v
-  bool deterministic;             // dQ is summed in an order
+  bool deterministic;             // dQ has the same bits each time
 
   int m_blocks;  // of block_m rows, and
   int n_blocks;  // of block_n keys, as the plan's tile has them

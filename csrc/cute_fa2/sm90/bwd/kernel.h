@@ -61,6 +61,7 @@ struct BwdKernel {
       hopper::register_alloc<Traits::kConfig.roles().consumer_registers()>();
       const int consumer = warpgroup - 1;
       typename Mainloop::State state;
+      // ((2, 2, kHeadDim / 8), 1, 1), and of kHeadDimV
       auto tdKrdK = partition_fragment_C(typename Traits::MmaDk{}, typename Traits::ShapeDk{});
       auto tdVrdV = partition_fragment_C(typename Traits::MmaDv{}, typename Traits::ShapeDv{});
       smem.queue.template take<false>([&](const KeyTile& key_tile) {

@@ -62,6 +62,7 @@ struct DkvKernel {
   static CUTE_DEVICE void compute(const Arguments& arguments, SharedMemory& smem) {
     using Mma = typename Traits::MmaDk;
     using Shape = typename Traits::ShapeDk;
+    // dK or dV, ((2, 2, kHeadDim / 8), 1, 1)
     auto sums = cute::partition_fragment_C(Mma{}, Shape{});
     using Mainloop = DkvMainloop<Traits, kMask, kIsDv>;
     typename Mainloop::State state;

@@ -47,6 +47,7 @@ struct DqKernel {
     }
     hopper::register_alloc<kRoles.consumer_registers()>();
     const int consumer = warpgroup - 1;
+    // ((2, 2, kHeadDim / 8), 1, 1)
     auto tdQrdQ = cute::partition_fragment_C(typename Traits::MmaDq{}, typename Traits::ShapeQ{});
     const TileCoord tile = tile_of(arguments);
     const Sequence sequence(params, tile.batch);
