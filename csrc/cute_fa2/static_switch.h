@@ -30,6 +30,8 @@ void mask_switch(MaskKind mask, F&& f) {
       return f(Constant<MaskKind::kFull>{});
     case MaskKind::kBanded:
       return f(Constant<MaskKind::kBanded>{});
+    case MaskKind::kPacked:
+      return f(Constant<MaskKind::kPacked>{});
   }
 }
 

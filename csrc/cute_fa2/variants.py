@@ -16,15 +16,24 @@ DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
 #: and head dim. SM90's files take longer to compile, so each of its kinds has a file.
 OPS: dict[str, dict[str, dict[str, str]]] = {
     "fwd": {
-        "sm80": {"full": "MaskKind::kFull", "banded": "MaskKind::kBanded"},
+        "sm80": {
+            "full": "MaskKind::kFull",
+            "banded": "MaskKind::kBanded",
+            "packed": "MaskKind::kPacked",
+        },
         "sm90": {
             "full": "MaskKind::kFull, false",
             "banded": "MaskKind::kBanded, false",
+            "packed": "MaskKind::kPacked, false",
             "splits": "MaskKind::kBanded, true",
         },
     },
     "bwd": {
-        "sm80": {"full": "MaskKind::kFull", "banded": "MaskKind::kBanded"},
+        "sm80": {
+            "full": "MaskKind::kFull",
+            "banded": "MaskKind::kBanded",
+            "packed": "MaskKind::kPacked",
+        },
         "sm90": {"full": "MaskKind::kFull", "banded": "MaskKind::kBanded"},
     },
 }

@@ -11,13 +11,16 @@ using emulator::GlobalMemory;
 namespace {
 
 // Each part on its own: between them there may be padding.
-void add(emulator::Session& session, const BwdWorkspace& workspace, const BwdPlan& plan,
-         const BwdParams& params) {
-  const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
+void add(emulator::Session& session, const BwdParams& params, const BwdPlan& plan) {
+  const BwdWorkspace& workspace = params.workspace;
+  const int64_t entries = params.is_packed() ? 1 : params.batch;
+  const int64_t blocks_q = entries * params.heads_q * plan.m_blocks;
   const int64_t rows_q = blocks_q * plan.block_m;
   const int64_t rows_k =
-      int64_t{plan.head_splits} * params.batch * params.heads_kv() * plan.n_blocks * plan.block_n;
-  const auto in_order = GlobalMemory::Use::kWorkspace;
+      plan.head_splits * entries * params.heads_kv() * plan.n_blocks * plan.block_n;
+  // Of packed sequences some places stay empty.
+  const auto in_order =
+      params.is_packed() ? GlobalMemory::Use::kPartly : GlobalMemory::Use::kWorkspace;
   const auto in_any = workspace.adders ? GlobalMemory::Use::kSums : in_order;
   auto add_part = [&](const char* name, const auto* data, int64_t count, auto use) {
     if (data) emulator::Workspace::add(session, name, data, count * int64_t{sizeof *data}, use);
@@ -29,6 +32,8 @@ void add(emulator::Session& session, const BwdWorkspace& workspace, const BwdPla
   add_part("workspace.adders", workspace.adders, blocks_q, in_any);
   add_part("workspace.tickets", workspace.tickets, 1, in_order);
   add_part("workspace.added", workspace.added, blocks_q, in_order);
+  emulator::Workspace::add(session, params.key_tiles);
+  emulator::Workspace::add(session, params.row_blocks);
 }
 
 }  // namespace
@@ -37,7 +42,7 @@ extern "C" {
 
 struct CBackward : emulator::CCall {
   CTensor dout, dlse;  // dlse.data may be null
-  CTensor dq, dk, dv;
+  CTensor dq, dk, dv, dsink;  // dsink.data may be null
   int32_t deterministic;
 };
 
@@ -54,6 +59,7 @@ __attribute__((visibility("default"))) int emulate_backward(const CBackward* cal
   params.dq = call->dq.view<void>();
   params.dk = call->dk.view<void>();
   params.dv = call->dv.view<void>();
+  params.dsink = static_cast<float*>(const_cast<void*>(call->dsink.data));
   params.deterministic = call->deterministic;
   add(session, "dout", GlobalMemory::Use::kInput, call->dout);
   add(session, "out", GlobalMemory::Use::kInput, call->out);
@@ -62,12 +68,15 @@ __attribute__((visibility("default"))) int emulate_backward(const CBackward* cal
   add(session, "dq", GlobalMemory::Use::kOutput, call->dq);
   add(session, "dk", GlobalMemory::Use::kOutput, call->dk);
   add(session, "dv", GlobalMemory::Use::kOutput, call->dv);
+  if (call->dsink.data) add(session, "dsink", GlobalMemory::Use::kOutput, call->dsink);
   emulator::Workspace workspace;
   auto launch = [&] {
     const BwdPlan plan = plan_bwd(params, parse_bwd_overrides(call->tuning),
                                   properties_of(emulator::kDevice), sm90::encode_bwd_maps);
     workspace.allocate(plan.workspace_bytes);
-    add(session, place_workspace(plan, params, workspace.data()), plan, params);
+    BwdParams placed = params;
+    place_workspace(plan, placed, workspace.data());
+    add(session, placed, plan);
     launch_bwd(plan, params, workspace.data(), emulator::kDevice, nullptr);
   };
   return emulator::run_session(session, launch, counters, error, error_bytes);

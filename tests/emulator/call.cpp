@@ -26,7 +26,7 @@ Session begin_call(const CCall& call, AttentionParams& params) {
   params.q = call.q.view<const void>();
   params.k = call.k.view<const void>();
   params.v = call.v.view<const void>();
-  params.batch = static_cast<int>(call.q.sizes[0]);
+  params.batch = call.sequences != 0 ? call.sequences : static_cast<int>(call.q.sizes[0]);
   params.heads_q = static_cast<int>(call.q.sizes[1]);
   params.group_size = static_cast<int>(call.q.sizes[1] / call.k.sizes[1]);
   params.len_q = static_cast<int>(call.q.sizes[2]);
@@ -35,13 +35,28 @@ Session begin_call(const CCall& call, AttentionParams& params) {
   params.head_dim_v = static_cast<int>(call.v.sizes[3]);
   params.dtype = call.is_half ? DType::kHalf : DType::kBFloat16;
   params.scale = make_softmax_scale(call.softmax_scale);
-  params.mask = set_band(params.band, params.len_q, params.len_k, call.window_left,
-                         call.window_right, call.diagonal_offset);
+  if (call.sequences != 0) {
+    params.mask = MaskKind::kPacked;
+    params.band = band_of_packed(call.window_left, call.window_right);
+  } else {
+    params.mask = set_band(params.band, params.len_q, params.len_k, call.window_left,
+                           call.window_right, call.diagonal_offset);
+  }
   multiprocessors = call.multiprocessors;
   Session session{.seed = call.seed, .workers = call.workers};
   add(session, "q", GlobalMemory::Use::kInput, call.q);
   add(session, "k", GlobalMemory::Use::kInput, call.k);
   add(session, "v", GlobalMemory::Use::kInput, call.v);
+  const auto numbers = [&]<class T>(const char* name, const CTensor& t, const T*& address) {
+    address = static_cast<const T*>(t.data);
+    if (t.data) add(session, name, GlobalMemory::Use::kInput, t);
+  };
+  numbers("cu_seqlens_q", call.cu_seqlens_q, params.sequences.cu_seqlens_q);
+  numbers("cu_seqlens_k", call.cu_seqlens_k, params.sequences.cu_seqlens_k);
+  numbers("seqused_q", call.seqused_q, params.sequences.seqused_q);
+  numbers("seqused_k", call.seqused_k, params.sequences.seqused_k);
+  numbers("key_start", call.key_start, params.sequences.key_start);
+  numbers("sink", call.sink, params.sink);
   return session;
 }
 
@@ -55,6 +70,13 @@ void Workspace::add(Session& session, const char* name, const void* data, int64_
                     GlobalMemory::Use use) {
   if (bytes == 0) return;
   session.global.add({name, use, data, {1, 1, 1}, {}, bytes});
+}
+
+void Workspace::add(Session& session, const BlockList& list) {
+  add(session, "workspace.count", list.count, list.bound > 0 ? sizeof(int) : 0);
+  add(session, "workspace.sorted", list.sorted, list.bound * sizeof(SequenceBlock),
+      GlobalMemory::Use::kPartly);
+  add(session, "workspace.in_place", list.in_place, list.bound * sizeof(SequenceBlock));
 }
 
 }  // namespace flash_cute::emulator

@@ -32,6 +32,9 @@ struct CTensor {
 struct CCall {
   CTensor q, k, v, out;
   CTensor lse;  // (batch, heads, rows, 1)
+  // Packed or padded sequences (SequenceTable), and a sink for each head; `data` may be null.
+  CTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start, sink;
+  int32_t sequences;  // how many; 0: the entries of the batch, all of one length
   int32_t is_half;
   int32_t workers;
   double softmax_scale;
@@ -54,6 +57,7 @@ class Workspace {
   // A part of it, of which each byte must be written. None if `bytes` is 0.
   static void add(Session& session, const char* name, const void* data, int64_t bytes,
                   GlobalMemory::Use use = GlobalMemory::Use::kWorkspace);
+  static void add(Session& session, const BlockList& list);
 
  private:
   struct alignas(16) Chunk {

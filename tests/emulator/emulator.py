@@ -74,11 +74,17 @@ class _Tensor(ctypes.Structure):
     ]
 
 
+#: What tells the sequences of a call.
+_SEQUENCES = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "key_start"
+
+
 class _Call(ctypes.Structure):
     """As in call.h."""
 
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "out", "lse")),
+        *((name, _Tensor) for name in (*_SEQUENCES, "sink")),
+        ("sequences", ctypes.c_int32),
         ("is_half", ctypes.c_int32),
         ("workers", ctypes.c_int32),
         ("softmax_scale", ctypes.c_double),
@@ -101,7 +107,7 @@ class _Backward(_Call):
     """As in backward.cpp."""
 
     _fields_ = [
-        *((name, _Tensor) for name in ("dout", "dlse", "dq", "dk", "dv")),
+        *((name, _Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dsink")),
         ("deterministic", ctypes.c_int32),
     ]
 
@@ -130,6 +136,23 @@ def _as_c(x: Tensor) -> _Tensor:
     strides = [s if size > 1 else 0 for s, size in zip(x.stride(), x.shape, strict=True)]
     sizes = (ctypes.c_int64 * 4)(*x.shape), (ctypes.c_int64 * 3)(*strides[:3])
     return _Tensor(x.data_ptr(), *sizes, x.element_size())
+
+
+def _numbers(x: Tensor | None) -> _Tensor:
+    """One dimension, which kernels read as it is."""
+    return _Tensor() if x is None else _as_c(x[None, None, None])
+
+
+#: Lengths and places of sequences, int32: the names of _SEQUENCES that are there.
+Sequences = dict[str, Tensor]
+
+
+def _as_table(sequences: Sequences | None, sink: Tensor | None) -> tuple[Any, ...]:
+    table = [_numbers((sequences or {}).get(name)) for name in _SEQUENCES]
+    count = 0
+    for name, x in (sequences or {}).items():
+        count = len(x) - name.startswith("cu_")
+    return *table, _numbers(sink), count
 
 
 def _like(x: Tensor, rows: Tensor) -> Tensor:
@@ -176,6 +199,8 @@ class Emulator:
         window_right: int = -1,
         diagonal_offset: int | None = None,
         refuses_tensor_maps: bool = False,
+        sequences: Sequences | None = None,
+        sink: Tensor | None = None,
         seed: int = 0,
         **options: int,
     ) -> tuple[Tensor, Tensor, Counters]:
@@ -186,7 +211,8 @@ class Emulator:
         out = _like(q, rows[0])
         lse = torch.full((*q.shape[:3], 1), math.nan)
         band = window_left, window_right, diagonal_offset
-        shared = self._shared((*rows, out, lse), softmax_scale, band, seed, options)
+        table = _as_table(sequences, sink)
+        shared = self._shared((*rows, out, lse), table, softmax_scale, band, seed, options)
         call = _Forward(*shared, refuses_tensor_maps)
         counters = self._call(self._library.emulate_forward, ctypes.byref(call))
         return out[..., : q.shape[3]], lse[..., 0], counters
@@ -206,19 +232,27 @@ class Emulator:
         window_right: int = -1,
         diagonal_offset: int | None = None,
         deterministic: bool = False,
+        sequences: Sequences | None = None,
+        sink: Tensor | None = None,
         seed: int = 0,
         **options: int,
     ) -> tuple[tuple[Tensor, ...], Counters]:
-        """(dq, dk, dv), and what was counted. `seed` decides in which order CTAs start too, so that
+        """(dq, dk, dv, and dsink if there is a sink), and what was counted. `seed` decides in which order CTAs start too, so that
         sums come in another order; 0 leaves them in theirs."""
         rows = [_readable_rows(x) for x in (q, k, v, out, dout)]
         gradients = [_like(x, its_rows) for x, its_rows in zip((q, k, v), rows, strict=False)]
         band = window_left, window_right, diagonal_offset
-        shared = self._shared((*rows[:4], lse[..., None]), softmax_scale, band, seed, options)
+        table = _as_table(sequences, sink)
+        shared = self._shared(
+            (*rows[:4], lse[..., None]), table, softmax_scale, band, seed, options
+        )
         c_dlse = _Tensor() if dlse is None else _as_c(dlse[..., None])
-        call = _Backward(*shared, _as_c(rows[4]), c_dlse, *map(_as_c, gradients), deterministic)
+        dsink = None if sink is None else torch.full_like(sink, math.nan)
+        c_gradients = (*map(_as_c, gradients), _numbers(dsink))
+        call = _Backward(*shared, _as_c(rows[4]), c_dlse, *c_gradients, deterministic)
         counters = self._call(self._library.emulate_backward, ctypes.byref(call))
-        return tuple(dx[..., : q.shape[3]] for dx in gradients), counters
+        of_sink = () if dsink is None else (dsink,)
+        return (*(dx[..., : q.shape[3]] for dx in gradients), *of_sink), counters
 
     def check(
         self,
@@ -270,6 +304,7 @@ class Emulator:
     def _shared(
         self,
         tensors: tuple[Tensor, ...],
+        table: tuple[Any, ...],
         softmax_scale: float,
         band: tuple[int, int, int | None],
         seed: int,
@@ -282,6 +317,7 @@ class Emulator:
         overrides = {"arch": self.arch, **options}
         return (
             *map(_as_c, tensors),
+            *table,
             q.dtype == torch.float16,
             self.workers,
             softmax_scale,

@@ -75,7 +75,7 @@ __attribute__((visibility("default"))) int64_t schedule(int arch, int batch, int
     const sm90::PersistentTileScheduler scheduler(plan, pack_gqa, batch);
     for (int cta = 0; cta < plan.ctas; ++cta) {
       sm90::PersistentTileScheduler::Iterator of_cta(cta);
-      for (int i; scheduler.has(i = of_cta.next(scheduler));) {
+      for (int i; (i = of_cta.next(scheduler)) < scheduler.count();) {
         const sm90::WorkTile tile = scheduler.tile(i);
         add(cta, tile.row0, tile.row_end, tile.head, tile.batch);
       }
@@ -100,7 +100,13 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
     const FwdPlan plan = plan_fwd(params, parse_overrides(call->tuning),
                                   properties_of(emulator::kDevice), sm90::encode_fwd_maps);
     workspace.allocate(plan.workspace_bytes);
-    workspace.add(session, "workspace", workspace.data(), plan.workspace_bytes);
+    if (params.is_packed()) {
+      FwdParams placed = params;
+      place_workspace(plan, placed, workspace.data());
+      emulator::Workspace::add(session, placed.tiles);
+    } else {
+      workspace.add(session, "workspace", workspace.data(), plan.workspace_bytes);
+    }
     launch_fwd(plan, params, workspace.data(), emulator::kDevice, nullptr);
   };
   return emulator::run_session(session, launch, counters, error, error_bytes);

@@ -8,6 +8,10 @@ namespace {
 
 constexpr const char* kMisaligned = "which is not aligned to them";
 
+bool is_workspace(GlobalMemory::Use use) {
+  return use == GlobalMemory::Use::kWorkspace || use == GlobalMemory::Use::kPartly;
+}
+
 bool aligned(const void* address, int bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
@@ -69,7 +73,7 @@ std::string GlobalMemory::read(const void* address, int bytes, int alignment) {
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
   if (row->use == Use::kOutput) return "of the output " + name(*row) + ", which is not to be read";
-  if (row->use == Use::kWorkspace || row->use == Use::kSums) {
+  if (is_workspace(row->use) || row->use == Use::kSums) {
     const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
     for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
       uint8_t state = kBefore;
@@ -93,7 +97,7 @@ std::string GlobalMemory::reduce(const void* address, int bytes) {
   if (!aligned(address, bytes)) return kMisaligned;
   const Row* row = row_of(address, bytes);
   if (!row) return nearest(address);
-  if (row->use != Use::kWorkspace && row->use != Use::kSums)
+  if (!is_workspace(row->use) && row->use != Use::kSums)
     return "of " + name(*row) + ", which is no workspace";
   const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
   for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
@@ -124,7 +128,7 @@ std::string GlobalMemory::write(const void* address, int bytes, int alignment) {
 
 std::string GlobalMemory::unwritten() const {
   for (const Row& row : rows_) {
-    if (row.use == Use::kInput || row.use == Use::kSums) continue;
+    if (row.use == Use::kInput || row.use == Use::kSums || row.use == Use::kPartly) continue;
     for (int64_t i = 0; i < static_cast<int64_t>(row.end - row.begin) / kCellBytes; ++i) {
       if (!written_[row.first_cell + i].load(std::memory_order_relaxed)) {
         return "nobody has written byte " + std::to_string(i * kCellBytes) + " of " + name(row);

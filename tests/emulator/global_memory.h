@@ -11,12 +11,12 @@ namespace flash_cute::emulator {
 
 class GlobalMemory {
  public:
-  enum class Use { kInput, kOutput, kWorkspace, kSums };
+  enum class Use { kInput, kOutput, kWorkspace, kPartly, kSums };
 
   // A tensor of up to 3 dimensions of rows; strides in bytes. Every byte of an output and of a
   // workspace must be written exactly once. An output is never read, a workspace by launches after
   // the one that has written it. Such a launch may instead add to it, in several CTAs. Then later
-  // ones may read it. Sums need not be written. A launch may store them, add to them and read them,
+  // ones may read it. Of kPartly some may stay unwritten. Sums need not be written. A launch may store them, add to them and read them,
   // each byte in this order.
   struct Tensor {
     const char* name;

@@ -8,6 +8,7 @@
 #include "common/element.h"
 #include "common/fragment.h"
 #include "common/platform.h"
+#include "common/sink.h"
 #include "common/softmax_policy.h"
 #include "host/params.h"
 
@@ -113,7 +114,13 @@ struct CombineKernel {
       CUTE_UNROLL
       for (int c = 0; c < 8; ++c) result(c) += smem.out[summed + c / 4][c % 4];
     }
-    const float inverse = total == 0.f ? 0.f : platform::reciprocal(total);
+    float inverse = total == 0.f ? 0.f : platform::reciprocal(total);
+    float lse = policy.lse({limit, total});
+    if (params.sink) {  // once, not in each split
+      const Sink sink = {params.sink[head]};
+      inverse *= sink.share_of_keys(lse);
+      lse = sink.join(lse);
+    }
     CUTE_UNROLL
     for (int c = 0; c < 8; ++c) result(c) *= inverse;
     auto words = make_tensor<uint32_t>(_4{});  // two columns each
@@ -122,7 +129,7 @@ struct CombineKernel {
                   head * params.out.stride_head + query * params.out.stride_row + 8 * thread;
     copy(Copy_Atom<Copy16Bytes, uint32_t>{}, words,
          make_tensor(make_gmem_ptr(reinterpret_cast<uint32_t*>(to)), Shape<_4>{}));
-    if (thread == 0) *row_of(params.lse) = policy.lse({limit, total});
+    if (thread == 0) *row_of(params.lse) = lse;
   }
 };
 

@@ -29,7 +29,9 @@ class Mask {
   CUTE_DEVICE Mask(const AttentionParams& params, const Sequence& sequence, const Rows& rows)
       : key_begin_(sequence.key_begin),
         key_end_(sequence.key_end),
-        band_(params.band),
+        band_(kKind == MaskKind::kPacked
+                  ? params.band.of_sequence(sequence.len_q, sequence.len_k)
+                  : params.band),
         rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {
@@ -96,7 +98,7 @@ class Mask {
         }
       }
     }
-    if (kKind == MaskKind::kBanded && begin(row_origin + rows - 1) > key_origin) {
+    if (kKind != MaskKind::kFull && begin(row_origin + rows - 1) > key_origin) {
       CUTE_UNROLL
       for (int r = 0; r < cute::size<0>(scores); ++r) {
         const int row_begin = begin(first_row + row_of(offsets(r, 0))) - first_key;

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "common/platform.h"
+#include "common/sink.h"
 #include "common/softmax_policy.h"
 #include "host/params.h"
 
@@ -236,8 +237,24 @@ class OnlineSoftmax {
     }
   }
 
+  // After `normalize`: gives the sink its share of each row. `head_of` is the query head of a row.
+  template <class Out, class HeadOf>
+  CUTE_DEVICE void join_sink(Out& out, const HeadOf& head_of) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const Sink sink = {params_.sink[head_of(r)]};
+      const float share = sink.share_of_keys(policy_.lse({limit_[r], sum_[r]}));
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(out); ++c) out(r, c) *= share;
+    }
+  }
+
   // After `normalize`: the log-sum-exp and the statistics of row `row`, which each thread chooses.
-  CUTE_DEVICE float lse(int row) const { return policy_.lse(stats(row)); }
+  // The former is with the sink of query head `head`, if there is one.
+  CUTE_DEVICE float lse(int row, int head) const {
+    const float of_keys = policy_.lse(stats(row));
+    return params_.sink ? Sink{params_.sink[head]}.join(of_keys) : of_keys;  // fault: sink-lse
+  }
   CUTE_DEVICE RowStats stats(int row) const {
     RowStats result{limit_[0], sum_[0]};
     CUTE_UNROLL

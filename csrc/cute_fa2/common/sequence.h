@@ -14,19 +14,63 @@ struct Sequence {
   int len_q;
   int len_k;
   // Its first row in q and out, and in k and v. Of dense tensors each sequence is a batch entry.
-  static constexpr int64_t first_q = 0;
-  static constexpr int64_t first_k = 0;
+  int first_q;
+  int first_k;
   // The keys that the tile attends to, [key_begin, key_end): all, or those of a split.
   int key_begin;
   int key_end;
 
-  CUTE_HOST_DEVICE Sequence(const AttentionParams& params, int /*batch*/)
-      : len_q(params.len_q), len_k(params.len_k), key_begin(0), key_end(params.len_k) {}
-  CUTE_HOST_DEVICE Sequence(const FwdParams& params, int /*batch*/, int split)
-      : len_q(params.len_q),
-        len_k(params.len_k),
-        key_begin(split * params.splits.keys),
-        key_end(cute::min(params.len_k, key_begin + params.splits.keys)) {}
+  template <MaskKind kKind>
+  static CUTE_HOST_DEVICE Sequence of(const AttentionParams& params, int batch) {
+    if constexpr (kKind != MaskKind::kPacked) {
+      return {params.len_q, params.len_k, 0, 0, 0, params.len_k};
+    } else {
+      const SequenceTable& table = params.sequences;
+      const Rows q = rows(table.cu_seqlens_q, table.seqused_q, batch, params.len_q);
+      Rows k = rows(table.cu_seqlens_k, table.seqused_k, batch, params.len_k);
+      if (table.key_start) {
+        const int start = clamp(table.key_start[batch], k.count);
+        k = {k.first + start, k.count - start};
+      }
+      return {q.count, k.count, q.first, k.first, 0, k.count};
+    }
+  }
+  static CUTE_HOST_DEVICE Sequence of_split(const FwdParams& params, int split) {
+    const int begin = split * params.splits.keys;
+    return {params.len_q, params.len_k, 0, 0, begin,
+            cute::min(params.len_k, begin + params.splits.keys)};
+  }
+
+  // Blocks of kPacked sequences have a place in memory for each block of rows: those of a sequence
+  // begin here. No two sequences share one, whatever the lengths are.
+  static CUTE_HOST_DEVICE int first_block(const int* cu_seqlens, int rows, int batch, int block) {
+    return cu_seqlens ? clamp(cu_seqlens[batch], rows) / block + batch
+                      : batch * ((rows + block - 1) / block);
+  }
+  // The places of all.
+  static CUTE_HOST_DEVICE int64_t place_count(bool is_packed, int rows, int batch, int block) {
+    return is_packed ? int64_t{rows / block} + batch
+                     : int64_t{batch} * ((rows + block - 1) / block);
+  }
+
+ private:
+  struct Rows {
+    int first;
+    int count;
+  };
+  // Wrong values lead to wrong results, but nowhere out of a tensor.
+  static CUTE_HOST_DEVICE int clamp(int value, int most) {
+    return cute::max(0, cute::min(value, most));
+  }
+  static CUTE_HOST_DEVICE Rows rows(const int* cu_seqlens, const int* used, int batch, int rows) {
+    Rows result = {0, rows};
+    if (cu_seqlens) {
+      result.first = clamp(cu_seqlens[batch], rows);
+      result.count = clamp(cu_seqlens[batch + 1], rows) - result.first;
+    }
+    result.count = clamp(used ? cute::min(used[batch], result.count) : result.count, rows);
+    return result;
+  }
 };
 
 }  // namespace flash_cute

@@ -12,10 +12,13 @@
 
 namespace flash_cute {
 
-// kFull: every query sees every key. kBanded: a query sees an interval of keys.
-enum class MaskKind { kFull, kBanded };
+// kFull: every query sees every key. kBanded: a query sees an interval of keys. kPacked: banded, of
+// sequences whose lengths and places are in device memory (SequenceTable).
+enum class MaskKind { kFull, kBanded, kPacked };
 
-// Query i sees the keys [max(0, i + begin), min(len_k, i + end)). MaskKind::kFull ignores it.
+// Query i sees the keys [max(0, i + begin), min(len_k, i + end)). MaskKind::kFull ignores it. For
+// MaskKind::kPacked the host does not know the lengths: its band is about the diagonal j = i, and
+// `of_sequence` gives that of a sequence.
 struct Band {
   int begin;
   int end;
@@ -25,6 +28,14 @@ struct Band {
   // The inverse: key j is seen by the queries [max(0, j + 1 - end), min(len_q, j + 1 - begin)).
   FLASH_CUTE_HOST_DEVICE int query_begin_of(int key) const { return key + 1 - end; }
   FLASH_CUTE_HOST_DEVICE int query_end_of(int key) const { return key + 1 - begin; }
+
+  // About the diagonal j = i + len_k - len_q.
+  FLASH_CUTE_HOST_DEVICE Band of_sequence(int len_q, int len_k) const {
+    const auto bound = [&](int shift) {
+      return shift < -len_q ? -len_q : shift > len_k ? len_k : shift;
+    };
+    return {bound(begin + (len_k - len_q)), bound(end + (len_k - len_q))};
+  }
 
   // Whether rows have a first key as well as a last: some row does not see key 0.
   bool is_window(int len_q) const { return begin > 1 - len_q; }
@@ -51,6 +62,14 @@ inline MaskKind set_band(Band& band, int64_t len_q, int64_t len_k, int64_t windo
   band.end = window_right >= 0 ? bound(__int128{diagonal_offset} + window_right + 1) : bound(len_k);
   const bool is_full = band.begin + len_q - 1 <= 0 && band.end >= len_k;
   return is_full ? MaskKind::kFull : MaskKind::kBanded;
+}
+
+// The same about the diagonal j = i, for sequences of any length.
+inline Band band_of_packed(int64_t window_left, int64_t window_right) {
+  constexpr int64_t kOpen = int64_t{1} << 30;
+  const auto reach = [&](int64_t window) { return window >= 0 ? std::min(window, kOpen) : kOpen; };
+  return {static_cast<int>(-reach(window_left)),
+          static_cast<int>(std::min(reach(window_right) + 1, kOpen))};
 }
 
 }  // namespace flash_cute

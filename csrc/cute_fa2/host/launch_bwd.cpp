@@ -1,23 +1,40 @@
 #include "host/launch_bwd.h"
 
 #include "generated/variants.inc"
+#include "host/launch_blocks.h"
 #include "static_switch.h"
 
 namespace flash_cute {
 
 void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int device,
                 cudaStream_t stream) {
-  params.m_blocks = plan.m_blocks;
-  params.n_blocks = plan.n_blocks;
-  params.head_splits = plan.head_splits;
-  params.workspace = place_workspace(plan, params, workspace);
+  place_workspace(plan, params, workspace);
+  if (params.is_packed()) {
+    BlockRequests requests;
+    // Sums that are in order are in that of the keys.
+    requests.add({.list = params.key_tiles,
+                  .of_keys = true,
+                  .sorts = !params.deterministic,
+                  .rows = plan.block_n,
+                  .other_rows = plan.block_m});
+    requests.add({.list = params.row_blocks,
+                  .of_keys = false,
+                  .sorts = false,
+                  .rows = plan.block_m,
+                  .other_rows = plan.block_n});
+    requests.add_unused(params.dq, params.heads_q, params.head_dim, false);
+    requests.add_unused(params.dk, params.heads_kv(), params.head_dim, true);
+    requests.add_unused(params.dv, params.heads_kv(), params.head_dim_v, true);
+    launch_blocks(params, requests, device, stream);
+  }
   launch_preprocess(params, plan, device, stream);
+  if (params.dsink) launch_sink_gradient(params, plan, device, stream);
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
     dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
         if (plan.arch == Arch::kSm80) {
           launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
-        } else if constexpr (kSm90IsBuilt) {
+        } else if constexpr (kSm90IsBuilt && mask() != MaskKind::kPacked) {
           launch_bwd_sm90<dtype(), head_dim(), mask()>(plan, params, device, stream);
         }
       });

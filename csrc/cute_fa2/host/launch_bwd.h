@@ -18,6 +18,10 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
 void launch_preprocess(const BwdParams& params, const BwdPlan& plan, int device,
                        cudaStream_t stream);
 
+// The gradient of a sink, of what the former has found (sink_gradient/launch.cu).
+void launch_sink_gradient(const BwdParams& params, const BwdPlan& plan, int device,
+                          cudaStream_t stream);
+
 // Instantiated in the generated files; defined in smXX/bwd/launch.h.
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm80(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream);

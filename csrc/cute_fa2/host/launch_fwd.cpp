@@ -1,16 +1,26 @@
 #include "host/launch_fwd.h"
 
 #include "generated/variants.inc"
-#include "host/split_kv.h"
+#include "host/launch_blocks.h"
 #include "static_switch.h"
 
 namespace flash_cute {
 
 void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int device,
                 cudaStream_t stream) {
-  params.splits = plan.splits;
+  place_workspace(plan, params, workspace);
   const bool is_split = plan.splits.count > 1;
-  if (is_split) place_splits(params.splits, params, workspace);
+  if (params.is_packed()) {
+    BlockRequests requests;
+    requests.add({.list = params.tiles,
+                  .of_keys = false,
+                  .sorts = true,
+                  .rows = plan.schedule.block_m >> plan.gqa.log2_rows,
+                  .other_rows = plan.block_n});
+    requests.add_unused(params.out, params.heads_q, params.head_dim_v, false);
+    requests.add_unused_lse(params.lse, params.heads_q);
+    launch_blocks(params, requests, device, stream);
+  }
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
     dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {

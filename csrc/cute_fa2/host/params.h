@@ -63,26 +63,54 @@ struct SplitKV {
   TensorView<RowStats*> stats{};
 };
 
+// Sequences whose lengths and places device memory has (MaskKind::kPacked). Packed ones lie one
+// behind the other, and the tensors have one entry of the batch: then `cu_seqlens` are there. Padded
+// ones have an entry each. Keys and queries outside of a sequence are never read. Each may be null.
+struct SequenceTable {
+  const int* cu_seqlens_q;  // (batch + 1): the first row of each in q and out, and where the last ends
+  const int* cu_seqlens_k;  // likewise, in k and v
+  const int* seqused_q;     // (batch): the rows of a sequence in use
+  const int* seqused_k;
+  const int* key_start;  // (batch): its first key in use
+};
+
+// A block of rows (or keys) of a sequence.
+struct alignas(8) SequenceBlock {
+  int batch;  // the sequence; -1: there is no such block
+  int block;
+};
+
+// The blocks of all sequences, as the device finds them before the other kernels (blocks/kernel.h).
+struct BlockList {
+  int bound = 0;                   // at most so many
+  const int* count = nullptr;      // so many there are
+  const SequenceBlock* sorted{};   // those with the most work first
+  const SequenceBlock* in_place{}; // (bound): by their place in memory (Sequence::first_block)
+};
+
 // What a forward and its backward have in common.
 struct AttentionParams {
   TensorView<const void*> q;  // (batch, heads_q, len_q, head_dim)
   TensorView<const void*> k;  // (batch, heads_kv(), len_k, head_dim)
   TensorView<const void*> v;  // (batch, heads_kv(), len_k, head_dim_v)
 
-  int batch;
+  int batch;  // sequences
   int heads_q;
   int group_size;  // query heads that share a head of K and V
-  int len_q;
+  int len_q;       // of packed sequences those of all together
   int len_k;
   int head_dim;    // a multiple of 8, at most that of the tile
   int head_dim_v;  // likewise
   DType dtype;     // of q, k, v and out
   MaskKind mask;
   Band band;
+  SequenceTable sequences;  // MaskKind::kPacked
+  const float* sink;        // (heads_q): the score of a key without a value; null if there is none
   SoftmaxScale scale;
 
   FLASH_CUTE_HOST_DEVICE int heads_kv() const { return heads_q / group_size; }
   bool is_full() const { return mask == MaskKind::kFull; }
+  bool is_packed() const { return mask == MaskKind::kPacked; }
   // See Band.
   bool is_window() const { return !is_full() && band.is_window(len_q); }
   bool is_triangle() const { return !is_full() && band.is_triangle(len_q, len_k); }
@@ -93,6 +121,7 @@ struct FwdParams : AttentionParams {
   TensorView<void*> out;   // (batch, heads_q, len_q, head_dim_v)
   TensorView<float*> lse;  // (batch, heads_q, len_q, 1), natural logarithm
   SplitKV splits;
+  BlockList tiles;  // MaskKind::kPacked: of query rows
 };
 
 // What a step of the backward needs of a query row. A row that does not exist or sees no key has
@@ -115,7 +144,7 @@ struct alignas(16) DqAdders {
 // columns to the tile's head dim. dQ, dK and dV are sums in fp32, without the scale, in the order
 // of a tile's accumulators (smXX/bwd/: accumulator.h, sums.h).
 struct BwdWorkspace {
-  RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m)
+  RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m); packed sequences: without the batch
   float* dq;            // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
   float* dk;         // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;         // likewise
@@ -133,10 +162,14 @@ struct BwdParams : AttentionParams {
   TensorView<void*> dq;           // as q
   TensorView<void*> dk;           // as k
   TensorView<void*> dv;           // as v
+  float* dsink;                   // as sink; null if there is none
   bool deterministic;             // dQ has the same bits each time
 
   int m_blocks;  // of block_m rows, and
-  int n_blocks;  // of block_n keys, as the plan's tile has them
+  int n_blocks;  // of block_n keys, as the plan's tile has them; of packed sequences the places of
+                 // all together (Sequence::first_block)
+  BlockList key_tiles;   // MaskKind::kPacked
+  BlockList row_blocks;  // likewise
   // Few tiles share the query heads of a group among so many CTAs; their dK and dV are summed
   // later.
   int head_splits;

@@ -5,6 +5,7 @@
 #include "host/built.h"
 #include "host/named_numbers.h"
 #include "host/why_no_tensor_map.h"
+#include "host/workspace.h"
 #include "tiles/bwd_sm80.h"
 #include "tiles/bwd_sm90.h"
 
@@ -71,27 +72,13 @@ TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
           .before_last = 0};
 }
 
-// Hands out parts of a workspace, each 16-byte aligned; without memory it counts alone.
-class Allocator {
- public:
-  explicit Allocator(void* memory) : memory_(static_cast<char*>(memory)) {}
-  template <class T>
-  T* take(int64_t count) {
-    const int64_t here = bytes_;
-    bytes_ += ceil_div(count * static_cast<int64_t>(sizeof(T)), 16) * 16;
-    return count == 0 || !memory_ ? nullptr : reinterpret_cast<T*>(memory_ + here);
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  char* memory_;
-  int64_t bytes_ = 0;
-};
+// The entries of the batch that blocks are counted in.
+int64_t entries(const BwdParams& params) { return params.is_packed() ? 1 : params.batch; }
 
 BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& params) {
-  const int64_t blocks_q = int64_t{params.batch} * params.heads_q * plan.m_blocks;
+  const int64_t blocks_q = entries(params) * params.heads_q * plan.m_blocks;
   const int64_t rows_q = blocks_q * plan.block_m;
-  const int64_t rows_k = int64_t{params.batch} * params.heads_kv() * plan.n_blocks * plan.block_n;
+  const int64_t rows_k = entries(params) * params.heads_kv() * plan.n_blocks * plan.block_n;
   const bool sums = plan.dq_by == DqBy::kSums;
   const bool in_order = sums && params.deterministic;
   const int64_t split_rows = plan.head_splits > 1 ? plan.head_splits * rows_k : 0;
@@ -109,24 +96,38 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
 
 // The blocks of a plan, once its tile is known.
 void count_blocks(BwdPlan& plan, const BwdParams& params) {
-  plan.m_blocks = static_cast<int>(ceil_div(params.len_q, plan.block_m));
-  plan.n_blocks = static_cast<int>(ceil_div(params.len_k, plan.block_n));
+  const auto count = [&](const int* cu_seqlens, int rows, int of_block) {
+    const int64_t of_entry = ceil_div(rows, of_block);
+    const int64_t blocks = cu_seqlens           ? int64_t{rows / of_block} + params.batch
+                           : params.is_packed() ? of_entry * params.batch
+                                                : of_entry;
+    check_grid(blocks);
+    return static_cast<int>(blocks);
+  };
+  plan.m_blocks = count(params.sequences.cu_seqlens_q, params.len_q, plan.block_m);
+  plan.n_blocks = count(params.sequences.cu_seqlens_k, params.len_k, plan.block_n);
 }
 
 // The rest of a plan, once it is known where dQ comes from.
 void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& overrides,
             const DeviceProperties& device) {
-  const int64_t tiles = int64_t{params.batch} * params.heads_kv() * plan.n_blocks;
-  plan.head_splits = choose_head_splits(params, std::max<int64_t>(tiles, 1), device.multiprocessors,
-                                        overrides.head_splits);
+  const int64_t tiles = entries(params) * params.heads_kv() * plan.n_blocks;
+  plan.head_splits = params.is_packed()
+                         ? 1
+                         : choose_head_splits(params, std::max<int64_t>(tiles, 1),
+                                              device.multiprocessors, overrides.head_splits);
   check_grid(tiles * plan.head_splits, "key");
-  check_grid(int64_t{params.batch} * params.heads_q * plan.m_blocks);
+  check_grid(entries(params) * params.heads_q * plan.m_blocks);
   plan.order = order_tiles(params, plan, device);
-  const int tiles_of_all = plan.order.tiles();
+  const int tiles_of_all = params.is_packed() ? static_cast<int>(tiles) : plan.order.tiles();
   plan.ctas =
       plan.arch == Arch::kSm80 ? tiles_of_all : std::min(tiles_of_all, device.multiprocessors);
   Allocator count(nullptr);
   allocate(count, plan, params);
+  if (params.is_packed()) {
+    count.take_list(plan.n_blocks);
+    count.take_list(plan.m_blocks);
+  }
   plan.workspace_bytes = count.bytes();
 }
 
@@ -144,7 +145,7 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   plan.block_m = config.block_m;
   plan.block_n = config.block_n;
   count_blocks(plan, params);
-  plan.dq_by = config.stores_dq() && plan.n_blocks == 1 ? DqBy::kTile : DqBy::kSums;
+  plan.dq_by = config.stores_dq() && plan.n_blocks == 1 && !params.is_packed() ? DqBy::kTile : DqBy::kSums;
   finish(plan, params, overrides, device);
   return plan;
 }
@@ -155,6 +156,7 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
+  if (p.is_packed()) return "its kernels do not know sequences of several lengths yet";
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
   if (why_not.empty()) {
@@ -231,9 +233,16 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
   return plan;
 }
 
-BwdWorkspace place_workspace(const BwdPlan& plan, const BwdParams& params, void* memory) {
+void place_workspace(const BwdPlan& plan, BwdParams& params, void* memory) {
+  params.m_blocks = plan.m_blocks;
+  params.n_blocks = plan.n_blocks;
+  params.head_splits = plan.head_splits;
   Allocator allocator(memory);
-  return allocate(allocator, plan, params);
+  params.workspace = allocate(allocator, plan, params);
+  if (params.is_packed()) {
+    params.key_tiles = allocator.take_list(plan.n_blocks);
+    params.row_blocks = allocator.take_list(plan.m_blocks);
+  }
 }
 
 }  // namespace flash_cute

@@ -61,7 +61,7 @@ using EncodeBwdTensorMaps = std::string (*)(const BwdParams&, const BwdPlan&, Bw
 BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
                  const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps);
 
-// The workspace of a plan in memory of its workspace_bytes.
-BwdWorkspace place_workspace(const BwdPlan& plan, const BwdParams& params, void* memory);
+// What the plan adds to `params`, with the workspace in memory of its workspace_bytes.
+void place_workspace(const BwdPlan& plan, BwdParams& params, void* memory);
 
 }  // namespace flash_cute

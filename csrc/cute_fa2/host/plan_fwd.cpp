@@ -1,6 +1,7 @@
 #include "host/plan_fwd.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <iterator>
 #include <limits>
 
@@ -8,6 +9,7 @@
 #include "host/named_numbers.h"
 #include "host/split_kv.h"
 #include "host/why_no_tensor_map.h"
+#include "host/workspace.h"
 #include "tiles/fwd_sm80.h"
 #include "tiles/fwd_sm90.h"
 
@@ -27,6 +29,37 @@ void finish(FwdPlan& plan, const FwdParams& params, int block_m, const DevicePro
   if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
 }
 
+// The same of packed sequences, whose lengths the device alone knows. `ctas`: at most so many.
+void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t ctas) {
+  const int queries = block_m >> plan.gqa.log2_rows;  // of a tile
+  const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
+  const int64_t blocks = is_packed ? int64_t{params.len_q / queries} + params.batch
+                                   : ceil_div(params.len_q, queries) * params.batch;
+  check_grid(blocks * plan.gqa.heads);
+  plan.blocks = static_cast<int>(blocks);
+  const int tiles = plan.blocks * plan.gqa.heads;
+  plan.schedule = {.policy = ctas < tiles ? SchedulePolicy::kPersistentList : SchedulePolicy::kList,
+                   .block_m = block_m,
+                   .order = {.m_blocks = plan.blocks, .heads = plan.gqa.heads, .head_group = 1, .first_head_group = 1},
+                   .tail = TailSplit::none(tiles, block_m),
+                   .ctas = static_cast<int>(std::min<int64_t>(ctas, tiles))};
+  Allocator count(nullptr);
+  count.take_list(blocks);
+  plan.workspace_bytes = count.bytes();
+}
+
+// Whether query heads are packed is decided by the mean length of packed sequences.
+GqaLayout gqa_layout(const FwdParams& params, int block_m, int64_t max_rows) {
+  FwdParams mean = params;
+  if (params.sequences.cu_seqlens_q) {
+    mean.len_q = static_cast<int>(ceil_div(params.len_q, params.batch));
+    max_rows = std::min<int64_t>(max_rows, block_m);
+  } else if (params.is_packed()) {
+    max_rows = std::min<int64_t>(max_rows, block_m);
+  }
+  return GqaLayout::make(mean, block_m, max_rows);
+}
+
 // -- sm80 -----------------------------------------------------------------------------------------
 
 FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
@@ -41,7 +74,12 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
   if (plan.tile < 0) refuse_tile(params, limit);
   const TileEntrySm80& entry = kFwdTilesSm80[plan.tile];
   const int block_m = entry.config.block_m;
-  plan.gqa = GqaLayout::make(params, block_m, kMaxLength);
+  plan.block_n = entry.config.block_n;
+  plan.gqa = gqa_layout(params, block_m, kMaxLength);
+  if (params.is_packed()) {
+    finish_packed(plan, params, block_m, INT32_MAX);
+    return plan;
+  }
   plan.splits =
       choose_splits(params, SplitCost::of_sm80(params, plan.gqa, entry, device.multiprocessors),
                     device.multiprocessors, overrides.splits);
@@ -107,7 +145,7 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
 
 constexpr bool every_head_dim_has_tiles_sm90() {
   for (int built : kBuiltHeadDims) {
-    if (select_split_kv_sm90(built) < 0) return false;
+    if (select_split_kv_sm90(built) < 0 || select_packed_sm90(built) < 0) return false;
     bool full = false, banded = false;
     for (const TileEntrySm90& entry : kFwdTilesSm90) {
       full |= entry.config.head_dim == built && entry.full;
@@ -127,6 +165,17 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
   plan.why_not_sm90 = why_not_sm90(params, overrides, device);
   if (!plan.why_not_sm90.empty()) return plan;
 
+  if (params.is_packed()) {
+    plan.tile = select_packed_sm90(plan.head_dim);
+    const int block_m = kFwdTilesSm90[plan.tile].config.block_m();
+    plan.block_n = kFwdTilesSm90[plan.tile].config.block_n;
+    plan.gqa = gqa_layout(params, block_m, max_rows_per_query_sm90(params));
+    finish_packed(plan, params, block_m, device.multiprocessors);
+    if (encode_tensor_maps) {
+      plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
+    }
+    return plan;
+  }
   const ChoiceSm90 unsplit = choose_tile_sm90(params, plan.head_dim, device.multiprocessors);
   plan.tile = select_split_kv_sm90(plan.head_dim);
   plan.gqa = GqaLayout::make(params, kFwdTilesSm90[plan.tile].config.block_m(),
@@ -139,6 +188,7 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
     plan.tile = unsplit.tile;
     plan.gqa = unsplit.gqa;
   }
+  plan.block_n = kFwdTilesSm90[plan.tile].config.block_n;
   finish(plan, params, kFwdTilesSm90[plan.tile].config.block_m(), device,
          [&](const TileGrid& grid) {
            // Split keys have tiles for all SMs, and no tile is split.
@@ -192,6 +242,15 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdOverrides& overrides,
   FwdPlan plan = plan_sm80(params, overrides, device);
   plan.why_not_sm90 = why_not_sm90;
   return plan;
+}
+
+void place_workspace(const FwdPlan& plan, FwdParams& params, void* memory) {
+  params.splits = plan.splits;
+  if (params.is_packed()) {
+    params.tiles = Allocator(memory).take_list(plan.blocks);
+  } else if (plan.splits.count > 1) {
+    place_splits(params.splits, params, memory);
+  }
 }
 
 }  // namespace flash_cute

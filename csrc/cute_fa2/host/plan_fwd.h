@@ -37,9 +37,11 @@ struct FwdPlan {
   std::string why_not_sm90;  // if the arch is sm80 though sm90 was not ruled out by the caller
   int head_dim;              // that the kernel was built for
   int tile;                  // index of the entry in the arch's tile table
+  int block_n;               // keys of a block
   GqaLayout gqa;
   SplitKV splits;  // without addresses
   TileSchedule schedule;
+  int blocks;  // packed sequences: at most so many tiles of a head, of all sequences together
   int64_t workspace_bytes;  // of device memory, that `launch_fwd` wants
   TensorMaps tensor_maps;   // sm90
 };
@@ -52,5 +54,8 @@ using EncodeTensorMaps = std::string (*)(const FwdParams&, const FwdPlan&, Tenso
 // cannot serve the call.
 FwdPlan plan_fwd(const FwdParams& params, const FwdOverrides& overrides,
                  const DeviceProperties& device, EncodeTensorMaps encode_tensor_maps);
+
+// The addresses of a plan's workspace in `params`: of splits, or of the list of tiles.
+void place_workspace(const FwdPlan& plan, FwdParams& params, void* memory);
 
 }  // namespace flash_cute

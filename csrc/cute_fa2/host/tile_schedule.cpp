@@ -82,6 +82,10 @@ const char* name_of(SchedulePolicy policy) {
       return "persistent, head group by head group";
     case SchedulePolicy::kGroupedSequence:
       return "persistent, head groups as one sequence";
+    case SchedulePolicy::kList:
+      return "a list, one tile per CTA";
+    case SchedulePolicy::kPersistentList:
+      return "persistent, a list";
   }
   __builtin_unreachable();
 }

@@ -71,7 +71,17 @@ struct TailSplit {
 // kHeadByHead         heads one after the other: for tiles of equal work
 // kHeadGroups         each head group is scheduled anew: for tiles of unequal work
 // kGroupedSequence    head groups, but scheduled as one sequence: for small groups
-enum class SchedulePolicy { kOneTilePerCta, kHeadByHead, kHeadGroups, kGroupedSequence };
+// Packed sequences have a list, the longest tiles first, which the device makes:
+// kList               a CTA for each tile that there may be
+// kPersistentList     persistent CTAs
+enum class SchedulePolicy {
+  kOneTilePerCta,
+  kHeadByHead,
+  kHeadGroups,
+  kGroupedSequence,
+  kList,
+  kPersistentList
+};
 
 const char* name_of(SchedulePolicy policy);
 

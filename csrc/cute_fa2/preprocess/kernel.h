@@ -48,10 +48,18 @@ struct PreprocessKernel {
     const BwdParams& params = arguments.params;
     const int thread = platform::thread_index();
     const int64_t block = platform::cta_index();
+    if (thread == 0 && block == 0 && params.workspace.tickets) *params.workspace.tickets = 0;
     int batch_head, m_block, batch, head;
     arguments.m_blocks(batch_head, m_block, platform::cta_index());
     arguments.heads(batch, head, batch_head);
-    const Sequence sequence(params, batch);
+    if (params.is_packed()) {
+      const SequenceBlock of_sequence = params.row_blocks.in_place[m_block];
+      if (of_sequence.batch < 0) return;
+      batch = of_sequence.batch;
+      m_block = of_sequence.block;
+    }
+    const Sequence sequence = params.is_packed() ? Sequence::of<MaskKind::kPacked>(params, batch)
+                                                 : Sequence::of<MaskKind::kBanded>(params, batch);
 
     for (int first = 0; first < arguments.block_m; first += Traits::kThreads / kLanes) {
       const int in_block = first + thread / kLanes;
@@ -98,7 +106,6 @@ struct PreprocessKernel {
       for (int i = 4 * thread; i < size; i += 4 * Traits::kThreads) store_zeros(sums + i);
     }
     if (thread == 0 && params.workspace.added) params.workspace.added[block] = 0;
-    if (thread == 0 && block == 0 && params.workspace.tickets) *params.workspace.tickets = 0;
   }
 
  private:

@@ -13,44 +13,55 @@ namespace flash_cute::sm90 {
 
 // Issues the TMA loads of kRows rows, from row `row` of (batch, head), to `target`: a box of
 // kBoxRows rows for each part of each strip of columns. An expanded dimension has one entry in the
-// map.
+// map. `second` is the coordinate of the second dimension.
 template <int kRows, int kColumns, int kStrip, int kBoxRows = kRows, class View, class Element>
 CUTE_DEVICE void tma_load_rows(const CUtensorMap& map, const View& view, Element* target,
-                               hopper::Barrier& arrival, int row, int head, int batch) {
+                               hopper::Barrier& arrival, int row, int head, int batch,
+                               int second = 0) {
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += kStrip) {
     CUTE_UNROLL
     for (int first = 0; first < kRows; first += kBoxRows) {
-      hopper::tma_load(map, target + column * kRows + first * kStrip, arrival, column, 0,
+      hopper::tma_load(map, target + column * kRows + first * kStrip, arrival, column, second,
                        row + first, view.stride_head != 0 ? head : 0,
                        view.stride_batch != 0 ? batch : 0);
     }
   }
 }
 
-// Dense (batch, heads, rows, columns) tensors, by TMA. Rows past the last key lie outside of the
-// map and become zeros: their weight is 0, but 0 x NaN would be NaN. (With sequences of several
-// lengths in one tensor, the next would lie there. V would need another map.)
-template <class Traits>
-class TmaDenseKV {
+// (batch, heads, rows, columns) tensors, by TMA. Rows of V past the last key become zeros: their
+// weight is 0, but 0 x NaN would be NaN. They lie outside of the map. With sequences of several
+// lengths in one tensor other keys lie there, so V has a ragged map: its coordinates count from the
+// end of the sequence (sm90/tensor_map.cpp).
+template <class Traits, bool kIsPacked>
+class TmaKV {
   using Element = typename Traits::Element;
   static constexpr int kBlockN = Traits::kBlockN;
 
  public:
-  CUTE_DEVICE TmaDenseKV(const TensorMaps& maps, const FwdParams& params)
+  CUTE_DEVICE TmaKV(const TensorMaps& maps, const FwdParams& params)
       : maps_(maps), params_(params) {}
 
   CUTE_DEVICE void load_k(Element* target, hopper::Barrier& arrival, const Sequence& sequence,
                           int n_block, int kv_head, int batch) const {
     tma_load_rows<kBlockN, Traits::kHeadDim, Traits::kStrip>(
-        maps_.k, params_.k, target, arrival, n_block * kBlockN + static_cast<int>(sequence.first_k),
-        kv_head, batch);
+        maps_.k, params_.k, target, arrival, n_block * kBlockN + sequence.first_k, kv_head,
+        batch);
   }
   CUTE_DEVICE void load_v(Element* target, hopper::Barrier& arrival, const Sequence& sequence,
                           int n_block, int kv_head, int batch) const {
-    tma_load_rows<kBlockN, Traits::kHeadDimV, Traits::kStripV>(
-        maps_.v, params_.v, target, arrival, n_block * kBlockN + static_cast<int>(sequence.first_k),
-        kv_head, batch);
+    if constexpr (kIsPacked) {
+      // A box wholly outside would touch other memory. A tile always has a block, even without
+      // keys: then of the tensor's first row, which has no weight.
+      const bool is_empty = sequence.len_k == 0;
+      const int end = is_empty ? 1 : sequence.first_k + sequence.len_k;  // fault: ragged-end
+      const int row = params_.len_k - (is_empty ? 1 : sequence.len_k) + n_block * kBlockN;
+      tma_load_rows<kBlockN, Traits::kHeadDimV, Traits::kStripV>(
+          maps_.v, params_.v, target, arrival, row, kv_head, batch, end);
+    } else {
+      tma_load_rows<kBlockN, Traits::kHeadDimV, Traits::kStripV>(
+          maps_.v, params_.v, target, arrival, n_block * kBlockN, kv_head, batch);
+    }
   }
 
  private:

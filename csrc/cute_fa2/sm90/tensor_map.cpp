@@ -62,12 +62,17 @@ struct Tiling {
   int box_group;  // heads of a box
 
   int box_rows;
+  bool is_ragged = false;
 };
 
 // The map's dimensions are (columns, heads of a group, rows, groups, batch). A box is a strip of
 // the columns by box_group x box_rows, swizzled in shared memory as wgmma reads it. An expanded
 // dimension counts once. The stride of a dimension of one step means nothing, and is that of the
 // dimension before. The driver's documentation wants strides that are multiples of those before.
+//
+// A ragged map ends where a sequence does. Its second dimension goes along the rows, too. Row r of a
+// sequence of n rows, the last of which is ahead of the tensor's row `end`, has the coordinates
+// (end, rows - n + r): from r = n on it lies outside. The map begins so many rows ahead of the tensor.
 template <class Pointer>
 CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& map) {
   struct Dimension {
@@ -75,12 +80,17 @@ CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& m
     int size;
     int box;
   };
-  const Dimension dimensions[5] = {{1, t.columns, t.strip},
+  Dimension dimensions[5] = {{1, t.columns, t.strip},
                                    {t.view.stride_head, t.group, t.box_group},
                                    {t.view.stride_row, t.rows, t.box_rows},
                                    {t.view.stride_head * t.group, t.heads / t.group, 1},
-                                   {t.view.stride_batch, batch, 1}};
+                             {t.view.stride_batch, batch, 1}};
+  const char* data = static_cast<const char*>(static_cast<const void*>(t.view.data));
   const int bytes = bytes_of(dtype);
+  if (t.is_ragged) {
+    dimensions[1] = {t.view.stride_row, t.rows + 1, 1};
+    data -= bytes * t.rows * t.view.stride_row;
+  }
   cuuint64_t sizes[5], strides[5];  // strides in bytes
   cuuint32_t box[5];
   for (int i = 0; i < 5; ++i) {
@@ -94,7 +104,7 @@ CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& m
   static const auto encode_tiled =
       driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   return encode_tiled(
-      &map, data_type_of(dtype), 5, const_cast<void*>(static_cast<const void*>(t.view.data)), sizes,
+      &map, data_type_of(dtype), 5, const_cast<char*>(data), sizes,
       strides + 1, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
       t.strip * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -137,14 +147,15 @@ std::string encode_fwd_maps(const FwdParams& params, const FwdPlan& plan, Tensor
     return Tiling{view,  params.heads_q, plan.gqa.packed_heads, params.len_q, columns,
                   strip, box_group,      box_rows / box_group};
   };
-  const auto keys = [&](const auto& view, int columns, int strip) {
-    return Tiling{view, params.heads_kv(), 1, params.len_k, columns, strip, 1, config.block_n};
+  const auto keys = [&](const auto& view, int columns, int strip, bool is_ragged = false) {
+    return Tiling{view,  params.heads_kv(), 1,         params.len_k, columns,
+                  strip, 1,           config.block_n, is_ragged};
   };
 
   Encoder encoder(params);
   encoder.add(maps.q, queries(params.q, params.head_dim, strip, FwdConfigSm90::kConsumerRows));
   encoder.add(maps.k, keys(params.k, params.head_dim, strip));
-  encoder.add(maps.v, keys(params.v, params.head_dim_v, strip_v));
+  encoder.add(maps.v, keys(params.v, params.head_dim_v, strip_v, params.is_packed()));
   // Splits store fp32 from registers.
   if (plan.splits.count == 1) {
     encoder.add(maps.out, queries(params.out, params.head_dim_v, strip_v, kWarpRows));

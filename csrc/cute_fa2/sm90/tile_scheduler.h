@@ -8,6 +8,8 @@
 #include <cute/numeric/math.hpp>
 
 #include "common/pack_gqa.h"
+#include "common/packed_tiles.h"
+#include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "host/tile_schedule.h"
 
@@ -18,6 +20,11 @@ struct WorkTile {
   int row0, row_end;  // its query rows; consumers beyond them have nothing to do
   int head;           // as tiles count heads (GqaLayout)
   int batch;          // of results: split * params.batch + the entry of the batch
+};
+
+// The same of sequences of their own lengths: the producer tells the consumers which it is.
+struct PackedWorkTile : WorkTile {
+  Sequence sequence;
 };
 
 // Tiles are shared out in rounds. Every other round runs backwards over the CTAs: a CTA that had a
@@ -80,9 +87,7 @@ class PersistentTileScheduler {
     bool is_backward_ = false;
   };
 
-  CUTE_DEVICE bool has(int index) const {
-    return static_cast<unsigned>(index) < static_cast<unsigned>(count_);
-  }
+  CUTE_DEVICE int count() const { return count_; }
 
   // Which split of the keys a tile has, and of which entry of the batch.
   CUTE_DEVICE int split(WorkTile tile) const { return decoder_.per_batch().div(tile.batch); }
@@ -113,6 +118,45 @@ class PersistentTileScheduler {
   int ctas_;
   int first_together_;  // tiles that are scheduled together at first: a head group's, or all
   int together_;        // and then
+};
+
+// The same for sequences of their own lengths. There are so many tiles as the device has found, the
+// longest first.
+class PackedTileScheduler {
+ public:
+  PackedTileScheduler(const BlockList& list, int heads, const TileSchedule& schedule)
+      : tiles_(list, heads), block_m_(schedule.block_m), ctas_(schedule.ctas) {}
+
+  class Iterator {
+   public:
+    CUTE_DEVICE explicit Iterator(int cta) : place_(cta) {}
+
+    CUTE_DEVICE int next(const PackedTileScheduler& scheduler) {
+      const int index = first_ + (is_backward_ ? scheduler.ctas_ - 1 - place_ : place_);
+      first_ += scheduler.ctas_;
+      is_backward_ = !is_backward_;
+      return index;
+    }
+
+   private:
+    int place_;
+    int first_ = 0;
+    bool is_backward_ = false;
+  };
+
+  // Asked for once: the answer is in memory.
+  CUTE_DEVICE int count() const { return tiles_.count(); }
+
+  CUTE_DEVICE WorkTile tile(int index) const {
+    const TileCoord tile = tiles_.tile(index);
+    const int row0 = tile.m_block * block_m_;
+    return {row0, row0 + block_m_, tile.head, tile.batch};
+  }
+
+ private:
+  PackedTiles tiles_;
+  int block_m_;
+  int ctas_;
 };
 
 }  // namespace flash_cute::sm90

@@ -3,6 +3,7 @@
 
 #include <cutlass/fast_math.h>
 
+#include "common/packed_tiles.h"
 #include "common/tile_decoder.h"
 #include "host/params.h"
 
@@ -13,6 +14,7 @@ struct BwdArguments {
   TileDecoder decoder;  // its m_block is the key block, its split that of the group's query heads
   int heads_of_split;
   int heads_kv;
+  PackedTiles packed_tiles;  // in place of the decoder, for MaskKind::kPacked
 };
 
 }  // namespace flash_cute::sm80

@@ -32,8 +32,11 @@ struct BwdKernel {
       if (platform::thread_index() == 0) smem.ticket = platform::next_number(tickets);
       platform::sync_cta();  // the ticket is there
     }
+    if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
+      if (index_of(arguments, smem, platform::cta_index()) >= arguments.packed_tiles.count()) return;
+    }
     const TileCoord taken = tile_of(arguments, smem, platform::cta_index());
-    const Sequence sequence(params, taken.batch);
+    const Sequence sequence = Sequence::of<kMask>(params, taken.batch);
     const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
 
     typename Traits::TiledMmaDkv tiled_mma;
@@ -68,10 +71,14 @@ struct BwdKernel {
  private:
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, const SharedMemory& smem,
                                        int cta) {
-    const TileCoord tile =
-        arguments.decoder.tile(arguments.params.workspace.tickets ? smem.ticket : cta);
+    const int index = index_of(arguments, smem, cta);
+    const TileCoord tile = kMask == MaskKind::kPacked ? arguments.packed_tiles.tile(index)
+                                                      : arguments.decoder.tile(index);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
+  }
+  static CUTE_DEVICE int index_of(const Arguments& arguments, const SharedMemory& smem, int cta) {
+    return arguments.params.workspace.tickets ? smem.ticket : cta;
   }
 };
 
@@ -94,6 +101,8 @@ struct ConvertKernel {
     int rows;
     int columns;
     float factor;
+    AttentionParams params;
+    const SequenceBlock* in_place;  // packed sequences: which block of rows a tile is; else null
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
@@ -102,13 +111,23 @@ struct ConvertKernel {
     int batch_head, block, batch, head;
     arguments.blocks(batch_head, block, platform::cta_index());
     arguments.heads(batch, head, batch_head);
+    int first = 0, rows = arguments.rows;
+    if (arguments.in_place) {
+      const SequenceBlock of_sequence = arguments.in_place[block];
+      if (of_sequence.batch < 0) return;
+      batch = of_sequence.batch;
+      block = of_sequence.block;
+      const Sequence sequence = Sequence::of<MaskKind::kPacked>(arguments.params, batch);
+      first = sequence.first_q;
+      rows = sequence.len_q;
+    }
     auto sum = partition_fragment_C(TiledMma{}, Shape{});
     clear(sum);
     for (int split = 0; split < arguments.splits; ++split) {  // in a fixed order
       const int64_t index = split * arguments.tiles + tile;
       AccumulatorSums<Traits>::add_from(arguments.sums + index * size(Shape{}), sum);
     }
-    const GradientPlace place = {arguments.gradient, batch, head, 0, arguments.rows,
+    const GradientPlace place = {arguments.gradient, batch, head, first, rows,
                                  arguments.columns};
     constexpr int kRows = decltype(size<0>(Shape{}))::value;
     store_gradient<typename BwdTraits::Element, TiledMma, Shape>(

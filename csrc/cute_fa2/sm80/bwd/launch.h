@@ -19,9 +19,10 @@ void launch_convert(const TensorView<void*>& gradient, const float* sums, const 
                     int splits, int heads, int blocks, int rows, int columns, float factor,
                     int device, cudaStream_t stream) {
   using Kernel = ConvertKernel<Traits, TiledMma, Shape>;
-  const int64_t tiles = int64_t{params.batch} * heads * blocks;
+  // Blocks of packed sequences are of all together.
+  const int64_t tiles = int64_t{params.is_packed() ? 1 : params.batch} * heads * blocks;
   run_grid<Kernel>({gradient, sums, splits, tiles, cutlass::FastDivmod(blocks),
-                    cutlass::FastDivmod(heads), rows, columns, factor},
+                    cutlass::FastDivmod(heads), rows, columns, factor, params, params.row_blocks.in_place},
                    tiles, device, stream);
 }
 
@@ -30,8 +31,8 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   const int heads_kv = params.heads_kv(), n_blocks = params.n_blocks;
   const BwdArguments arguments = {params, TileDecoder(plan.order, heads_kv, params.batch),
                                   static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
-                                  heads_kv};
-  run_grid<BwdKernel<Traits, kMask>>(arguments, plan.order.tiles(), device, stream);
+                                  heads_kv, PackedTiles(params.key_tiles, heads_kv)};
+  run_grid<BwdKernel<Traits, kMask>>(arguments, plan.ctas, device, stream);
   const float scale = params.scale.scale;
   if (params.workspace.dq) {
     launch_convert<Traits, typename Traits::TiledMmaDq, typename Traits::ShapeQ>(

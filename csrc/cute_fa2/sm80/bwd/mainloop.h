@@ -147,6 +147,11 @@ class BwdMainloop {
   }
 
   CUTE_DEVICE int64_t index_of(Block block) const {
+    if constexpr (kMask == MaskKind::kPacked) {
+      const int first = Sequence::first_block(params_.sequences.cu_seqlens_q, params_.len_q,
+                                              tile_.batch, kBlockM);
+      return int64_t{block.head} * params_.m_blocks + first + block.m_block;
+    }
     return (int64_t{tile_.batch} * params_.heads_q + block.head) * params_.m_blocks + block.m_block;
   }
 

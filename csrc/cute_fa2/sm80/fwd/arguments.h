@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/pack_gqa.h"
+#include "common/packed_tiles.h"
 #include "host/params.h"
 #include "sm80/tile_scheduler.h"
 
@@ -11,6 +12,7 @@ struct Arguments {
   FwdParams params;
   PackGqa pack_gqa;
   SingleTileScheduler scheduler;
+  PackedTiles packed_tiles;  // instead, for MaskKind::kPacked
 };
 
 }  // namespace flash_cute::sm80

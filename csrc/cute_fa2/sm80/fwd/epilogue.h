@@ -41,7 +41,8 @@ struct FwdEpilogue {
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
     visit_rows<Softmax>(pack_gqa, row0, sequence, tOcO, [&](int row, int mine) {
-      *pack_gqa.find<float>(params.lse, tile, row, sequence) = softmax.lse(mine);
+      *pack_gqa.find<float>(params.lse, tile, row, sequence) =
+          softmax.lse(mine, pack_gqa.head(tile.head, row));
     });
 
     platform::sync_cta();  // O is in shared memory, from all warps
@@ -62,6 +63,21 @@ struct FwdEpilogue {
             }
           }
         });
+  }
+
+  // Gives the sink its share of O.
+  template <class Out, class Softmax>
+  static CUTE_DEVICE void join_sink(const Arguments& arguments, TileCoord tile, Out& tOrO,
+                                    const Softmax& softmax) {
+    using namespace cute;
+    auto out = as_matrix(tOrO);  // (rows, columns)
+    auto tOcO = as_matrix(       // (rows, columns) -> (row, column)
+        TiledMma{}.get_slice(platform::thread_index()).partition_C(make_identity_tensor(ShapeO{})));
+    softmax.join_sink(out, [&](int r) {
+      const int row = tile.m_block * Traits::kBlockM + static_cast<int>(get<0>(tOcO(r, 0)));
+      const PackGqa& pack_gqa = arguments.pack_gqa;
+      return pack_gqa.head(tile.head, cute::min(pack_gqa.in_group(row), pack_gqa.packed_heads - 1));
+    });
   }
 
   // The result of a split: O in fp32, from registers, and the rows' statistics.

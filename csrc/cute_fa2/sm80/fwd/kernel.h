@@ -26,7 +26,7 @@ struct FwdKernel {
   // ptxas finds a worse order of instructions, or spills.
   static constexpr KeptAddresses kKeptAddresses =
       Traits::kPipelinedQk                                    ? KeptAddresses::kThreadAndTarget
-      : kMask == MaskKind::kBanded && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
+      : kMask != MaskKind::kFull && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
                                                               : KeptAddresses::kHead;
   using KVSource = DenseKV<Traits, kKeptAddresses>;
   using Mainloop =
@@ -38,8 +38,11 @@ struct FwdKernel {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const PackGqa& pack_gqa = arguments.pack_gqa;
+    if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
+      if (platform::cta_index() >= arguments.packed_tiles.count()) return;
+    }
     const TileCoord tile = tile_of(arguments, platform::cta_index());
-    const Sequence sequence(params, tile.batch, tile.split);
+    const Sequence sequence = sequence_of(params, tile);
     const Mask<kMask> mask(params, sequence, pack_gqa);
 
     KVSource kv_source(params, tile.batch, platform::warp_uniform(pack_gqa.kv_head(tile.head)),
@@ -56,6 +59,7 @@ struct FwdKernel {
     const TileCoord done =
         tile_of(arguments, platform::rematerialize(platform::cta_index(), sequence.len_q));
     if (params.splits.count == 1) {
+      if (params.sink) Epilogue::join_sink(arguments, done, tOrO, softmax);
       Epilogue::run(arguments, done, sequence, smem, tOrO, softmax);
     } else {
       Epilogue::run_split(arguments, done, sequence, tOrO, softmax);
@@ -63,8 +67,14 @@ struct FwdKernel {
   }
 
  private:
+  static CUTE_DEVICE Sequence sequence_of(const FwdParams& params, TileCoord tile) {
+    if constexpr (kMask == MaskKind::kPacked) return Sequence::of<kMask>(params, tile.batch);
+    return Sequence::of_split(params, tile.split);
+  }
+
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int cta) {
-    const TileCoord tile = arguments.scheduler.tile(cta);
+    const TileCoord tile = kMask == MaskKind::kPacked ? arguments.packed_tiles.tile(cta)
+                                                      : arguments.scheduler.tile(cta);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }

@@ -19,7 +19,8 @@ void launch_fwd_sm80(const FwdPlan& plan, const FwdParams& params, int device,
     if constexpr (kConfig.head_dim == kHeadDim) {
       const PackGqa pack_gqa(plan.gqa);
       const sm80::Arguments arguments = {
-          params, pack_gqa, sm80::SingleTileScheduler(plan.schedule, pack_gqa, params.batch)};
+          params, pack_gqa, sm80::SingleTileScheduler(plan.schedule, pack_gqa, params.batch),
+          PackedTiles(params.tiles, pack_gqa.heads)};
       run_grid<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(
           arguments, plan.schedule.ctas, device, stream);
     }

@@ -23,7 +23,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
   using StoreP = typename Traits::StoreP;
   static constexpr bool kSharesRows = Traits::kSharesRows;
   static constexpr bool kSkipsFirstHalf =
-      Base::kHasHalves && kMask == MaskKind::kBanded && kBlockN <= kMmaRows;
+      Base::kHasHalves && kMask != MaskKind::kFull && kBlockN <= kMmaRows;
 
   // What stays in registers through the loop. As members of the class they made ptxas spill. Where
   // warps share rows, the columns of S and O, which are B's, are a share of these.

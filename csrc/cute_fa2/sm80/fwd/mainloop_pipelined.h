@@ -23,7 +23,7 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
   static_assert(!Traits::kSharesRows);
   // No more than one block, as it has as many keys as the half has rows.
   static constexpr bool kSkipsFirstHalf =
-      Base::kHasHalves && kMask == MaskKind::kBanded && kBlockN == kMmaRows;
+      Base::kHasHalves && kMask != MaskKind::kFull && kBlockN == kMmaRows;
 
   // What stays in registers through the loop. As members of the class they made ptxas spill.
   struct Fragments {

@@ -46,7 +46,7 @@ struct BwdKernel {
       if (hopper::is_first_thread()) {
         BwdProducer<Traits> producer(arguments, smem);
         const auto walk = [&](const TileCoord& tile) {
-          const Sequence sequence(params, tile.batch);
+          const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
           const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
           return QueryWalk(arguments, tile, mask, sequence, Traits::kBlockM, Traits::kBlockN);
         };
@@ -66,7 +66,7 @@ struct BwdKernel {
       auto tdVrdV = partition_fragment_C(typename Traits::MmaDv{}, typename Traits::ShapeDv{});
       smem.queue.template take<false>([&](const KeyTile& key_tile) {
         const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
-        const Sequence sequence(params, tile.batch);
+        const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
         Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
         using Element = typename Traits::Element;
@@ -80,7 +80,7 @@ struct BwdKernel {
         mainloop.end_tile();
       });
       const TileCoord none{};
-      Mainloop(arguments, none, Sequence(params, 0), smem, consumer, state).make_dq_of_sums();
+      Mainloop(arguments, none, Sequence::of<kMask>(params, 0), smem, consumer, state).make_dq_of_sums();
     }
   }
 };

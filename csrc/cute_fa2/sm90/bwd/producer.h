@@ -28,7 +28,7 @@ class BwdProducer {
   CUTE_DEVICE void run(const KeyTile& tile) {
     const QueryWalk& walk = tile.walk;
     if (walk.is_empty()) return;
-    const Sequence sequence(arguments_.params, tile.at.batch);
+    const Sequence sequence = Sequence::of<kMask>(arguments_.params, tile.at.batch);
     const BwdParams& params = arguments_.params;
     const int key0 = tile.at.m_block * Traits::kBlockN + static_cast<int>(sequence.first_k);
     QueryBlock block = walk.first();

@@ -13,6 +13,7 @@ struct Arguments {
   FwdParams params;
   PackGqa pack_gqa;
   PersistentTileScheduler scheduler;
+  PackedTileScheduler packed_scheduler;  // instead, for MaskKind::kPacked
 };
 
 }  // namespace flash_cute::sm90

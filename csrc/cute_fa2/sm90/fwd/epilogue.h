@@ -37,8 +37,17 @@ struct FwdEpilogue {
     if (mine < Softmax::kRows) {  // each of two lanes has one of the rows
       const int row = row0 + lane / 4 + 8 * mine;
       if (pack_gqa.exists(row, sequence)) {
-        *pack_gqa.find<float>(arguments.params.lse, tile, row, sequence) = softmax.lse(mine);
+        *pack_gqa.find<float>(arguments.params.lse, tile, row, sequence) =
+            softmax.lse(mine, pack_gqa.head(tile.head, row));
       }
+    }
+
+    // The map does not know where a sequence ends that another one follows.
+    if (Traits::kIsPacked && row0 + Traits::kWarpRows > pack_gqa.rows(sequence.len_q)) {
+      store_rows<ElementOut>(arguments, arguments.params.out, tile, row0, sequence, tOrO,
+                             [](int, int) {});
+      hopper::sync_warp();
+      return;
     }
 
     auto words = make_tensor<uint32_t>(  // two columns each: (2 rows, kHeadDimV / 8)
@@ -67,11 +76,24 @@ struct FwdEpilogue {
       hopper::sync_warp();
       if (lane == 0) {
         hopper::tma_store(arguments.maps.out, staged, strip * kStripV, pack_gqa.in_group(row0),
-                          pack_gqa.query(row0) + static_cast<int>(sequence.first_q), tile.head,
-                          tile.batch);
+                          pack_gqa.query(row0) + sequence.first_q, tile.head,
+                          arguments.params.out.stride_batch != 0 ? tile.batch : 0);
         hopper::tma_store_commit();
       }
     }
+  }
+
+  // Gives the sink its share of a consumer's rows of `out`, (2 rows, columns).
+  template <class Out, class Softmax>
+  static CUTE_DEVICE void join_sink(const Arguments& arguments, WorkTile tile, int row0, Out& out,
+                                    const Softmax& softmax) {
+    const PackGqa& pack_gqa = arguments.pack_gqa;
+    const int lane = hopper::thread_in_warpgroup() % 32;
+    row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows + lane / 4;
+    softmax.join_sink(out, [&](int r) {
+      const int in_group = cute::min(pack_gqa.in_group(row0 + 8 * r), pack_gqa.packed_heads - 1);
+      return tile.head * pack_gqa.packed_heads + in_group;
+    });
   }
 
   // The result of a split: O in fp32, and the rows' statistics.
@@ -84,14 +106,16 @@ struct FwdEpilogue {
       if (r != lane % 4) return;  // each of two lanes of a quad has one of the rows
       *arguments.pack_gqa.find<RowStats>(splits.stats, tile, row, sequence) = softmax.stats(r);
     };
-    store_rows<float>(arguments, splits.out, tile, row0, sequence, tOrO, store_stats);
+    store_rows<float>(arguments, splits.out, tile,
+                      row0 + hopper::warp_in_warpgroup() * Traits::kWarpRows, sequence, tOrO,
+                      store_stats);
   }
 
   // Before the CTA ends: its shared memory has been read.
   static CUTE_DEVICE void finish() { wait_until_read<0>(); }
 
  private:
-  // Stores a consumer's rows from registers to `view`, each if it exists. Splits have no tensor map
+  // Stores a warp's rows, which begin with `row0`, from registers to `view`, each if it exists. Splits have no tensor map
   // of their results. Calls visit(index of the row, row) for each.
   template <class Element, class View, class Out, class Visit>
   static CUTE_DEVICE void store_rows(const Arguments& arguments, const View& view, WorkTile tile,
@@ -99,7 +123,7 @@ struct FwdEpilogue {
                                      const Visit& visit) {
     using namespace cute;
     const int lane = hopper::thread_in_warpgroup() % 32;
-    row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows + lane / 4;
+    row0 += lane / 4;
     auto out = as_matrix(tOrO);  // (2 rows, columns): two neighbouring columns of each 8
     CUTE_UNROLL
     for (int r = 0; r < size<0>(out); ++r) {

@@ -21,7 +21,7 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm90::Arguments;
-  using Producer = FwdProducer<Traits, kMask, TmaDenseKV<Traits>>;
+  using Producer = FwdProducer<Traits, kMask, TmaKV<Traits, kMask == MaskKind::kPacked>>;
   using Mainloop = FwdMainloop<Traits, kMask>;
   using Epilogue = FwdEpilogue<Traits>;
 
@@ -41,19 +41,20 @@ struct FwdKernel {
       hopper::register_dealloc<Traits::kConfig.producer_registers()>();
       if (hopper::is_first_thread()) {
         Producer producer(arguments, smem);
-        producer.run(PersistentTileScheduler::Iterator(platform::cta_index()));
+        producer.run(typename Pipeline<Traits, kMask>::Scheduler::Iterator(platform::cta_index()));
       }
     } else {
       hopper::register_alloc<Traits::kConfig.consumer_registers()>();
       const int index = warpgroup - 1;
       Mainloop mainloop(arguments, smem, index);
-      mainloop.run([&](WorkTile tile, int row0, auto& softmax, auto& tOrO) {
+      mainloop.run([&](const auto& tile, int row0, auto& softmax, auto& tOrO) {
         auto out = as_matrix(tOrO);  // (rows, columns)
         softmax.normalize(out);
         const Sequence sequence = Pipeline<Traits, kMask>::sequence(arguments, tile);
         if constexpr (Traits::kSplitKV) {
           Epilogue::run_split(arguments, tile, row0, sequence, tOrO, softmax);
         } else {
+          if (arguments.params.sink) Epilogue::join_sink(arguments, tile, row0, out, softmax);
           Epilogue::run(arguments, smem, tile, index, row0, sequence, tOrO, softmax);
         }
       });

@@ -15,14 +15,16 @@ template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplitKV>
 void launch_fwd_sm90(const FwdPlan& plan, const FwdParams& params, int device,
                      cudaStream_t stream) {
   index_switch<std::size(kFwdTilesSm90)>(plan.tile, [&](auto index) {
+    constexpr bool kIsPacked = kMask == MaskKind::kPacked;
     constexpr TileEntrySm90 kEntry = kFwdTilesSm90[index()];
     if constexpr (kEntry.config.head_dim == kHeadDim &&
                   (kSplitKV ? kEntry.split_kv : kEntry.serves(kMask))) {
       const PackGqa pack_gqa(plan.gqa);
       const sm90::Arguments arguments = {
           plan.tensor_maps, params, pack_gqa,
-          sm90::PersistentTileScheduler(plan.schedule, pack_gqa, params.batch)};
-      run_grid<sm90::FwdKernel<sm90::FwdTraits<kDType, kEntry.config, kSplitKV>, kMask>>(
+          sm90::PersistentTileScheduler(plan.schedule, pack_gqa, params.batch),
+          sm90::PackedTileScheduler(params.tiles, pack_gqa.heads, plan.schedule)};
+      run_grid<sm90::FwdKernel<sm90::FwdTraits<kDType, kEntry.config, kSplitKV, kIsPacked>, kMask>>(
           arguments, plan.schedule.ctas, device, stream);
     }
   });

@@ -71,7 +71,7 @@ class FwdMainloop {
  private:
   // This consumer's rows of a tile.
   struct ConsumerTile {
-    WorkTile tile;
+    typename Traits::Tile tile;
     int row0;           // its first row
     BlockRange blocks;  // key blocks that these rows see
     int skipped;        // key blocks of the tile behind them
@@ -82,7 +82,7 @@ class FwdMainloop {
     while (true) {
       smem_.q_full[q_.stage][index_].wait(q_.parity);  // `tile` is written, and Q has arrived
       work.tile = smem_.tile[q_.stage][index_];
-      if (work.tile.row0 == Pipeline::kNoTile.row0) return false;
+      if (work.tile.row0 == Pipeline::kNoRow) return false;
       const Mask<kMask> mask = Pipeline::mask(arguments_, work.tile);
       work.row0 = work.tile.row0 + index_ * Traits::kConsumerRows;
       work.blocks = Pipeline::blocks_of(arguments_, work.tile);

@@ -16,7 +16,18 @@ struct Pipeline {
   using SharedMemory = typename Traits::SharedMemory;
   using KVState = PipelineState<Traits::kStages>;
   using QState = PipelineState<Traits::kQStages>;
-  static constexpr WorkTile kNoTile = {-1, 0, 0, 0};  // in place of a tile, after the last
+  using Tile = typename Traits::Tile;
+  static constexpr int kNoRow = -1;  // the first row in place of a tile, after the last
+  static constexpr bool kIsPacked = kMask == MaskKind::kPacked;
+
+  static CUTE_DEVICE const auto& scheduler(const Arguments& arguments) {
+    if constexpr (kIsPacked) {
+      return arguments.packed_scheduler;
+    } else {
+      return arguments.scheduler;
+    }
+  }
+  using Scheduler = std::conditional_t<kIsPacked, PackedTileScheduler, PersistentTileScheduler>;
 
   static CUTE_DEVICE void init_barriers(SharedMemory& smem) {
     constexpr int kWarps = hopper::kWarpgroup / 32;
@@ -35,22 +46,24 @@ struct Pipeline {
   }
 
   // The sequence of a tile, with the keys of its split.
-  static CUTE_DEVICE Sequence sequence(const Arguments& arguments, WorkTile tile) {
+  static CUTE_DEVICE Sequence sequence(const Arguments& arguments, const Tile& tile) {
     const FwdParams& params = arguments.params;
-    if constexpr (Traits::kSplitKV) {
-      return Sequence(params, arguments.scheduler.batch_of(tile), arguments.scheduler.split(tile));
+    if constexpr (kIsPacked) {
+      return tile.sequence;
+    } else if constexpr (Traits::kSplitKV) {
+      return Sequence::of_split(params, arguments.scheduler.split(tile));
     } else {
-      return Sequence(params, tile.batch);
+      return Sequence::of<kMask>(params, tile.batch);
     }
   }
 
-  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, WorkTile tile) {
+  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, const Tile& tile) {
     return {arguments.params, sequence(arguments, tile), arguments.pack_gqa};
   }
 
   // The key blocks that a tile visits: those of which any of its rows sees a key. Without any it is
   // one block. So there is always a block to work on.
-  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, WorkTile tile) {
+  static CUTE_DEVICE BlockRange blocks_of(const Arguments& arguments, const Tile& tile) {
     const BlockRange blocks =
         mask(arguments, tile).visible_blocks(tile.row0, tile.row_end, Traits::kBlockN);
     return blocks.begin < blocks.end ? blocks : BlockRange{0, 1};

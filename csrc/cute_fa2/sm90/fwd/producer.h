@@ -19,6 +19,7 @@ template <class Traits, MaskKind kMask, class KVSource>
 class FwdProducer {
   using Pipeline = sm90::Pipeline<Traits, kMask>;
   using SharedMemory = typename Traits::SharedMemory;
+  using Tile = typename Traits::Tile;
   static constexpr int kConsumers = Traits::kConsumers;
 
  public:
@@ -26,10 +27,14 @@ class FwdProducer {
       : arguments_(arguments), smem_(smem), kv_source_(arguments.maps, arguments.params) {}
 
   // Loads what the consumers need for the CTA's work tiles, and tells them which these are.
-  CUTE_DEVICE void run(PersistentTileScheduler::Iterator tiles) {
-    for (int i; arguments_.scheduler.has(i = tiles.next(arguments_.scheduler));) load_tile(i);
+  CUTE_DEVICE void run(typename Pipeline::Scheduler::Iterator tiles) {
+    const auto& scheduler = Pipeline::scheduler(arguments_);
+    const unsigned count = scheduler.count();
+    for (unsigned i; (i = tiles.next(scheduler)) < count;) load_tile(i);
+    Tile none{};
+    none.row0 = Pipeline::kNoRow;
     for (int i = 0; i < kConsumers; ++i) {
-      announce(i, Pipeline::kNoTile);
+      announce(i, none);
       smem_.q_full[q_.stage][i].arrive();
     }
   }
@@ -38,7 +43,9 @@ class FwdProducer {
   CUTE_DEVICE void load_tile(int index) {
     const FwdParams& params = arguments_.params;
     const PackGqa& pack_gqa = arguments_.pack_gqa;
-    WorkTile tile = arguments_.scheduler.tile(index);
+    Tile tile;
+    static_cast<WorkTile&>(tile) = Pipeline::scheduler(arguments_).tile(index);
+    if constexpr (Pipeline::kIsPacked) tile.sequence = Sequence::of<kMask>(params, tile.batch);
     const Sequence sequence = Pipeline::sequence(arguments_, tile);
     tile.row_end = cute::min(tile.row_end, pack_gqa.rows(sequence.len_q));
     if (tile.row0 >= tile.row_end) return;
@@ -54,7 +61,7 @@ class FwdProducer {
         smem_.q_full[q_.stage][i].arrive_and_expect(sizeof smem_.q[0][0]);
         tma_load_rows<Traits::kConsumerRows, Traits::kHeadDim, Traits::kStrip>(
             arguments_.maps.q, params.q, smem_.q[q_.stage][i], smem_.q_full[q_.stage][i],
-            pack_gqa.query(row0) + static_cast<int>(sequence.first_q), tile.head, batch);
+            pack_gqa.query(row0) + sequence.first_q, tile.head, batch);
       } else {
         smem_.q_full[q_.stage][i].arrive();
       }
@@ -68,7 +75,7 @@ class FwdProducer {
 
   // Writes which tile comes next, ahead of the arrival at q_full that makes it visible to the
   // consumer.
-  CUTE_DEVICE void announce(int consumer, WorkTile tile) {
+  CUTE_DEVICE void announce(int consumer, const Tile& tile) {
     smem_.q_empty[q_.stage][consumer].wait(q_.parity ^ 1);  // the consumer is done with the stage
     smem_.tile[q_.stage][consumer] = tile;
   }

@@ -13,15 +13,18 @@
 
 namespace flash_cute::sm90 {
 
-// kSplitKV_: the keys are split, and each split writes a result of its own.
-template <DType kDType, FwdConfigSm90 kConfig_, bool kSplitKV_>
+// kSplitKV_: the keys are split, and each split writes a result of its own. kIsPacked_: for
+// MaskKind::kPacked.
+template <DType kDType, FwdConfigSm90 kConfig_, bool kSplitKV_, bool kIsPacked_ = false>
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
   using ScoreMod = NoScoreMod;
+  using Tile = std::conditional_t<kIsPacked, PackedWorkTile, WorkTile>;
 
   static constexpr FwdConfigSm90 kConfig = kConfig_;
   static constexpr bool kSplitKV = kSplitKV_;
+  static constexpr bool kIsPacked = kIsPacked_;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kConsumers = kConfig.consumers;
@@ -92,7 +95,7 @@ struct FwdTraits {
     alignas(1024) Element k[kStages][kBlockN * kHeadDim];
     alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
     alignas(1024) ElementOut out[kConsumers][4][kOutStrips][kWarpRows * kStripV];
-    alignas(16) WorkTile tile[kQStages][kConsumers];  // the tile whose rows are in q
+    alignas(16) Tile tile[kQStages][kConsumers];  // the tile whose rows are in q
     hopper::Barrier q_full[kQStages][kConsumers];
     hopper::Barrier q_empty[kQStages][kConsumers];
     hopper::Barrier k_full[kStages];

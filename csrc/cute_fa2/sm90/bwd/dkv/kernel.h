@@ -41,7 +41,7 @@ struct DkvKernel {
       if (hopper::is_first_thread()) {
         BwdProducer<Traits> producer(arguments, smem);
         const auto walk = [&](const TileCoord& tile) {
-          const Sequence sequence(params, tile.batch);
+          const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
           const Mask<kMask, UnpackedRows> mask(params, sequence, UnpackedRows{});
           return QueryWalk(arguments, tile, mask, sequence, Traits::kBlockM, Traits::kBlockN);
         };
@@ -68,7 +68,7 @@ struct DkvKernel {
     typename Mainloop::State state;
     smem.queue.template take<false>([&](const KeyTile& key_tile) {
       const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
-      const Sequence sequence(arguments.params, tile.batch);
+      const Sequence sequence = Sequence::of<kMask>(arguments.params, tile.batch);
       Mainloop(arguments, tile, sequence, smem, state).run(key_tile.walk, sums);
       const BwdParams& params = arguments.params;
       const KeysGradient gradient =

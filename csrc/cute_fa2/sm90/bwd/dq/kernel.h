@@ -39,7 +39,7 @@ struct DqKernel {
       hopper::register_dealloc<kRoles.producer_registers()>();
       const TileCoord tile = tile_of(arguments);
       if (hopper::is_first_thread()) {
-        const Sequence sequence(params, tile.batch);
+        const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
         DqProducer<Traits>(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
         hopper::wait_for_kernel_before();  // then both are over
       }
@@ -50,7 +50,7 @@ struct DqKernel {
     // ((2, 2, kHeadDim / 8), 1, 1)
     auto tdQrdQ = cute::partition_fragment_C(typename Traits::MmaDq{}, typename Traits::ShapeQ{});
     const TileCoord tile = tile_of(arguments);
-    const Sequence sequence(params, tile.batch);
+    const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
     Mainloop(arguments, tile, sequence, smem, consumer).run(keys(params, tile, sequence), tdQrdQ);
     const GradientPlace place = {params.dq,        tile.batch,     tile.head,
                                  sequence.first_q, sequence.len_q, params.head_dim};

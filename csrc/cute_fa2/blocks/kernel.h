@@ -1,0 +1,184 @@
+// The first kernel of a call with sequences of their own lengths (MaskKind::kPacked). It lists their
+// blocks, those with the most work first, and clears the rows of results that no sequence has.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/mask.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "host/launch_blocks.h"
+#include "host/params.h"
+
+namespace flash_cute {
+
+struct BlocksKernel {
+  // Blocks are sorted by how many blocks of the other side they work on, two buckets an octave.
+  static constexpr int kBuckets = 32;
+
+  struct Traits {
+    static constexpr int kThreads = 256;
+    static constexpr int kMinCtas = 0;
+    struct SharedMemory {
+      int counts[kBuckets][kThreads];  // of each thread's blocks; then where they go
+      int sums[2][kThreads];
+    };
+  };
+  static constexpr int kThreads = Traits::kThreads;
+
+  struct Arguments {
+    AttentionParams params;
+    BlockRequests requests;
+    int shares;  // CTAs that clear the rows behind one sequence
+  };
+
+  static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
+    const int cta = platform::cta_index();
+    const BlockRequests& requests = arguments.requests;
+    if (cta < requests.list_count) return list(arguments.params, requests.lists[cta], smem);
+    const int sequence = (cta - requests.list_count) / arguments.shares;
+    const int share = (cta - requests.list_count) % arguments.shares;
+    for (int i = 0; i < requests.result_count; ++i) {
+      clear(arguments, requests.results[i], sequence, share);
+    }
+  }
+
+ private:
+  // -- the list ----------------------------------------------------------------------------------
+
+  static CUTE_DEVICE void list(const AttentionParams& params, const BlockRequest& request,
+                               typename Traits::SharedMemory& smem) {
+    const int thread = platform::thread_index();
+    const int each = (request.list.bound + kThreads - 1) / kThreads;
+    const int begin = cute::min(thread * each, request.list.bound);
+    const int end = cute::min(begin + each, request.list.bound);
+    auto* const in_place = const_cast<SequenceBlock*>(request.list.in_place);
+    auto* const sorted = const_cast<SequenceBlock*>(request.list.sorted);
+
+    // A counting sort that keeps the order within a bucket: by thread, then by place.
+    for (auto& bucket : smem.counts) bucket[thread] = 0;
+    for_each_block(params, request, begin, end, [&](int place, SequenceBlock block, int bucket) {
+      in_place[place] = block;
+      if (block.batch >= 0) ++smem.counts[bucket][thread];
+    });
+    platform::sync_cta();  // all threads have counted
+
+    // kBuckets of the counts, one behind the other, are this thread's to sum.
+    int* const mine = &smem.counts[0][0] + thread * kBuckets;
+    int sum = 0;
+    for (int i = 0; i < kBuckets; ++i) {
+      const int count = mine[i];
+      mine[i] = sum;
+      sum += count;
+    }
+    int now = 0;
+    smem.sums[now][thread] = sum;
+    platform::sync_cta();  // the sums of all threads are there
+    for (int step = 1; step < kThreads; step *= 2, now ^= 1) {
+      const int before = thread >= step ? smem.sums[now][thread - step] : 0;
+      smem.sums[now ^ 1][thread] = smem.sums[now][thread] + before;
+      platform::sync_cta();  // the sums of twice as many threads are there
+    }
+    const int before = thread > 0 ? smem.sums[now][thread - 1] : 0;
+    for (int i = 0; i < kBuckets; ++i) mine[i] += before;
+    if (thread == 0) *const_cast<int*>(request.list.count) = smem.sums[now][kThreads - 1];
+    platform::sync_cta();  // all know where their blocks go
+
+    for_each_block(params, request, begin, end, [&](int, SequenceBlock block, int bucket) {
+      if (block.batch >= 0) sorted[smem.counts[bucket][thread]++] = block;
+    });
+  }
+
+  // Calls visit(place, block, bucket) for the places [begin, end).
+  template <class Visit>
+  static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockRequest& request,
+                                         int begin, int end, const Visit& visit) {
+    if (begin >= end) return;
+    const int rows = request.of_keys ? params.len_k : params.len_q;
+    const int* const cu_seqlens =
+        request.of_keys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
+    const auto first_block = [&](int batch) {
+      return Sequence::first_block(cu_seqlens, rows, batch, request.rows);
+    };
+    int batch = 0;  // the last sequence whose blocks do not begin behind the place
+    for (int behind = params.batch; batch + 1 < behind;) {
+      const int middle = (batch + behind) / 2;
+      (first_block(middle) <= begin ? batch : behind) = middle;
+    }
+    int first = first_block(batch);
+    Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
+    for (int place = begin; place < end; ++place) {
+      while (batch + 1 < params.batch && first_block(batch + 1) <= place) {
+        first = first_block(++batch);
+        sequence = Sequence::of<MaskKind::kPacked>(params, batch);
+      }
+      const int block = place - first, row0 = block * request.rows;
+      const int length = request.of_keys ? sequence.len_k : sequence.len_q;
+      if (block < 0 || row0 >= length) {
+        visit(place, SequenceBlock{-1, 0}, 0);
+      } else {
+        visit(place, SequenceBlock{batch, block}, bucket_of(params, request, sequence, row0));
+      }
+    }
+  }
+
+  static CUTE_DEVICE int bucket_of(const AttentionParams& params, const BlockRequest& request,
+                                   const Sequence& sequence, int row0) {
+    if (!request.sorts) return 0;
+    const Mask<MaskKind::kPacked, UnpackedRows> mask(params, sequence, UnpackedRows{});
+    const int length = request.of_keys ? sequence.len_k : sequence.len_q;
+    const int row_end = cute::min(row0 + request.rows, length);
+    const BlockRange seen =
+        request.of_keys
+            ? mask.visible_row_blocks(row0, row_end, sequence.len_q, request.other_rows)
+            : mask.visible_blocks(row0, row_end, request.other_rows);
+    const int work = cute::max(0, seen.end - seen.begin);
+    int octave = 0;
+    while (work >> octave > 1) ++octave;  // fault: blocks-order
+    const int half = octave > 0 ? work >> (octave - 1) & 1 : 0;
+    const int size = work == 0 ? 0 : cute::min(1 + 2 * octave + half, kBuckets - 1);
+    return kBuckets - 1 - size;
+  }
+
+  // -- rows that no sequence has -----------------------------------------------------------------
+
+  // The rows ahead of what sequence `batch` uses and behind it, up to the next one; past the last
+  // sequence what is left of the tensor.
+  static CUTE_DEVICE void clear(const Arguments& arguments, const UnusedRows& result, int batch,
+                                int share) {
+    const AttentionParams& params = arguments.params;
+    const int rows = result.of_keys ? params.len_k : params.len_q;
+    const int* const cu_seqlens =
+        result.of_keys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
+    const auto begin_of = [&](int batch) {
+      return cu_seqlens ? cute::max(0, cute::min(cu_seqlens[batch], rows)) : 0;
+    };
+    if (batch == params.batch) {
+      if (cu_seqlens) clear_rows(arguments, result, 0, begin_of(batch), rows, share);
+      return;
+    }
+    const Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
+    const int first = result.of_keys ? sequence.first_k : sequence.first_q;
+    const int length = result.of_keys ? sequence.len_k : sequence.len_q;
+    const int entry = cu_seqlens ? 0 : batch;
+    clear_rows(arguments, result, entry, begin_of(batch), first, share);
+    clear_rows(arguments, result, entry, first + length, cu_seqlens ? begin_of(batch + 1) : rows,
+               share);
+  }
+
+  static CUTE_DEVICE void clear_rows(const Arguments& arguments, const UnusedRows& result,
+                                     int entry, int begin, int end, int share) {
+    for (int head = 0; head < result.heads; ++head) {
+      uint32_t* const first = static_cast<uint32_t*>(result.data) + entry * result.stride_batch +
+                              head * result.stride_head;
+      const int64_t words = int64_t{end - begin} * result.row_words;
+      for (int64_t i = share * kThreads + platform::thread_index(); i < words;
+           i += arguments.shares * kThreads) {
+        first[(begin + i / result.row_words) * result.stride_row + i % result.row_words] =
+            result.word;
+      }
+    }
+  }
+};
+
+}  // namespace flash_cute

@@ -1,0 +1,20 @@
+#include <algorithm>
+
+#include "blocks/kernel.h"
+#include "common/grid.h"
+#include "host/launch_blocks.h"
+
+namespace flash_cute {
+
+void launch_blocks(const AttentionParams& params, const BlockRequests& requests, int device,
+                   cudaStream_t stream) {
+  // Rows outside of the sequences may be many: as many CTAs clear them as keep a GPU busy.
+  constexpr int64_t kClearingCtas = 256;
+  const int64_t gaps = int64_t{params.batch} + 1;
+  const int shares = static_cast<int>(std::max<int64_t>(1, kClearingCtas / gaps));
+  const int64_t clearing = requests.result_count > 0 ? gaps * shares : 0;
+  run_grid<BlocksKernel>({params, requests, shares}, requests.list_count + clearing, device,
+                         stream);
+}
+
+}  // namespace flash_cute

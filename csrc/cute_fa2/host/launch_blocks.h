@@ -1,0 +1,59 @@
+// What calls with sequences of their own lengths ask of the blocks kernel (blocks/kernel.h).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "host/params.h"
+
+namespace flash_cute {
+
+// A list that is asked for: blocks of `rows` query rows, or keys. The blocks on the other side, by
+// which the work is counted, have `other_rows`.
+struct BlockRequest {
+  BlockList list;
+  bool of_keys;
+  bool sorts;  // else the list is in the order of memory
+  int rows;
+  int other_rows;
+};
+
+// A result whose rows outside of all sequences become `word`, 4 bytes each. Strides count words.
+struct UnusedRows {
+  void* data;
+  int64_t stride_batch;
+  int64_t stride_head;
+  int64_t stride_row;
+  int heads;
+  int row_words;
+  bool of_keys;
+  uint32_t word;
+};
+
+struct BlockRequests {
+  static constexpr int kMaxLists = 2, kMaxResults = 3;
+  int list_count = 0;
+  int result_count = 0;
+  BlockRequest lists[kMaxLists];
+  UnusedRows results[kMaxResults];
+
+  void add(const BlockRequest& request) { lists[list_count++] = request; }
+  // Of 2-byte elements.
+  void add_unused(const TensorView<void*>& view, int heads, int columns, bool of_keys) {
+    results[result_count++] = {view.data,           view.stride_batch / 2, view.stride_head / 2,
+                               view.stride_row / 2, heads,                 columns / 2,
+                               of_keys,             0};
+  }
+  void add_unused_lse(const TensorView<float*>& view, int heads) {
+    constexpr uint32_t kMinusInf = 0xff800000;
+    results[result_count++] = {view.data, view.stride_batch, view.stride_head, view.stride_row,
+                               heads,     1,                 false,            kMinusInf};
+  }
+};
+
+// Runs ahead of the kernels that read the lists.
+void launch_blocks(const AttentionParams& params, const BlockRequests& requests, int device,
+                   cudaStream_t stream);
+
+}  // namespace flash_cute
