@@ -25,7 +25,7 @@ struct FwdEpilogue {
   // tOrO  ((2, 2, kHeadDimV / 8), 1, 1), normalised
   template <class Out, class Softmax>
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, WorkTile tile,
-                              int consumer, int row0, const Sequence& sequence, const Out& tOrO,
+                              int consumer, int row0, const Sequence& sequence, Out& tOrO,
                               const Softmax& softmax) {
     using namespace cute;
     const PackGqa& pack_gqa = arguments.pack_gqa;

@@ -20,7 +20,7 @@ struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
   using ScoreMod = NoScoreMod;
-  using Tile = std::conditional_t<kIsPacked, PackedWorkTile, WorkTile>;
+  using Tile = std::conditional_t<kIsPacked_, PackedWorkTile, WorkTile>;
 
   static constexpr FwdConfigSm90 kConfig = kConfig_;
   static constexpr bool kSplitKV = kSplitKV_;
