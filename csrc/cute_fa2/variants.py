@@ -34,7 +34,11 @@ OPS: dict[str, dict[str, dict[str, str]]] = {
             "banded": "MaskKind::kBanded",
             "packed": "MaskKind::kPacked",
         },
-        "sm90": {"full": "MaskKind::kFull", "banded": "MaskKind::kBanded"},
+        "sm90": {
+            "full": "MaskKind::kFull",
+            "banded": "MaskKind::kBanded",
+            "packed": "MaskKind::kPacked",
+        },
     },
 }
 #: The machine code of the SM90 kernels, which runs on compute capability 9.0 alone.

@@ -34,6 +34,7 @@ void add(emulator::Session& session, const BwdParams& params, const BwdPlan& pla
   add_part("workspace.added", workspace.added, blocks_q, in_order);
   emulator::Workspace::add(session, params.key_tiles);
   emulator::Workspace::add(session, params.row_blocks);
+  emulator::Workspace::add(session, params.dq_tiles);
 }
 
 }  // namespace

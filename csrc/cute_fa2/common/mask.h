@@ -35,8 +35,9 @@ class Mask {
         rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {
-    return kKind == MaskKind::kFull ? key_begin_
-                                    : cute::max(key_begin_, band_.begin_of(rows_.query(row)));
+    const int key_begin = kKind == MaskKind::kPacked ? 0 : key_begin_;  // no splits
+    return kKind == MaskKind::kFull ? key_begin
+                                    : cute::max(key_begin, band_.begin_of(rows_.query(row)));
   }
   CUTE_DEVICE int end(int row) const {
     return kKind == MaskKind::kFull ? key_end_

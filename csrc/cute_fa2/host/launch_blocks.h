@@ -32,7 +32,7 @@ struct UnusedRows {
 };
 
 struct BlockRequests {
-  static constexpr int kMaxLists = 2, kMaxResults = 3;
+  static constexpr int kMaxLists = 3, kMaxResults = 3;
   int list_count = 0;
   int result_count = 0;
   BlockRequest lists[kMaxLists];

@@ -11,10 +11,10 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   place_workspace(plan, params, workspace);
   if (params.is_packed()) {
     BlockRequests requests;
-    // Sums that are in order are in that of the keys.
+    // sm80: sums that are in order are in that of the keys.
     requests.add({.list = params.key_tiles,
                   .of_keys = true,
-                  .sorts = !params.deterministic,
+                  .sorts = plan.arch == Arch::kSm90 || !params.deterministic,
                   .rows = plan.block_n,
                   .other_rows = plan.block_m});
     requests.add({.list = params.row_blocks,
@@ -22,6 +22,13 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
                   .sorts = false,
                   .rows = plan.block_m,
                   .other_rows = plan.block_n});
+    if (plan.dq_blocks > 0) {
+      requests.add({.list = params.dq_tiles,
+                    .of_keys = false,
+                    .sorts = true,
+                    .rows = plan.dq_block_m,
+                    .other_rows = plan.block_n});
+    }
     requests.add_unused(params.dq, params.heads_q, params.head_dim, false);
     requests.add_unused(params.dk, params.heads_kv(), params.head_dim, true);
     requests.add_unused(params.dv, params.heads_kv(), params.head_dim_v, true);
@@ -34,7 +41,7 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
       mask_switch(params.mask, [&](auto mask) {
         if (plan.arch == Arch::kSm80) {
           launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
-        } else if constexpr (kSm90IsBuilt && mask() != MaskKind::kPacked) {
+        } else if constexpr (kSm90IsBuilt) {
           launch_bwd_sm90<dtype(), head_dim(), mask()>(plan, params, device, stream);
         }
       });

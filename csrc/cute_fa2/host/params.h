@@ -169,7 +169,8 @@ struct BwdParams : AttentionParams {
   int n_blocks;  // of block_n keys, as the plan's tile has them; of packed sequences the places of
                  // all together (Sequence::first_block)
   BlockList key_tiles;   // MaskKind::kPacked
-  BlockList row_blocks;  // likewise
+  BlockList row_blocks;  // likewise, of block_m rows
+  BlockList dq_tiles;    // likewise, of query rows where dQ has a kernel of its own (sm90)
   // Few tiles share the query heads of a group among so many CTAs; their dK and dV are summed
   // later.
   int head_splits;

@@ -12,6 +12,19 @@
 namespace flash_cute {
 namespace {
 
+// The entries of the batch that blocks are counted in.
+int64_t entries(const BwdParams& params) { return params.is_packed() ? 1 : params.batch; }
+
+// The most blocks of `of_block` rows that a head of an entry has.
+int count_blocks(const BwdParams& params, const int* cu_seqlens, int rows, int of_block) {
+  const int64_t of_one = ceil_div(rows, of_block);
+  const int64_t blocks = cu_seqlens           ? int64_t{rows / of_block} + params.batch
+                         : params.is_packed() ? of_one * params.batch
+                                              : of_one;
+  check_grid(blocks);
+  return static_cast<int>(blocks);
+}
+
 // The CTAs of a group share its query heads where there are fewer than two tiles for each SM, or
 // under a mask, where tiles differ, four.
 int choose_head_splits(const BwdParams& params, int64_t tiles, int multiprocessors, int64_t asked) {
@@ -34,7 +47,7 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
   const int64_t rows = params.len_q * ceil_div(params.group_size, plan.head_splits);
   const int64_t head_bytes =
       rows * (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
-  const int heads = params.heads_kv() * params.batch * plan.head_splits;
+  const int heads = params.heads_kv() * static_cast<int>(entries(params)) * plan.head_splits;
   const bool are_few = int64_t{heads} * plan.n_blocks < 8 * int64_t{device.multiprocessors};
   const int64_t in_l2 = device.l2_bytes / 3 * 2 / head_bytes;
   const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
@@ -58,9 +71,10 @@ TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
   const int64_t columns = params.head_dim + params.head_dim_v;
   const int64_t kv_head_bytes =
       std::max<int64_t>(params.len_k, 1) * columns * bytes_of(params.dtype);
-  const int m_blocks = static_cast<int>(ceil_div(params.len_q, config.block_m()));
-  check_grid(int64_t{params.heads_q} * params.batch * m_blocks);
-  const int heads = params.heads_q * params.batch;
+  const int m_blocks =
+      count_blocks(params, params.sequences.cu_seqlens_q, params.len_q, config.block_m());
+  check_grid(params.heads_q * entries(params) * m_blocks);
+  const int heads = params.heads_q * static_cast<int>(entries(params));
   const int64_t side_by_side = device.l2_bytes / 3 * 2 / kv_head_bytes * params.group_size;
   const int head_group =
       params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
@@ -71,9 +85,6 @@ TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
           .ascending = false,
           .before_last = 0};
 }
-
-// The entries of the batch that blocks are counted in.
-int64_t entries(const BwdParams& params) { return params.is_packed() ? 1 : params.batch; }
 
 BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& params) {
   const int64_t blocks_q = entries(params) * params.heads_q * plan.m_blocks;
@@ -96,16 +107,10 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
 
 // The blocks of a plan, once its tile is known.
 void count_blocks(BwdPlan& plan, const BwdParams& params) {
-  const auto count = [&](const int* cu_seqlens, int rows, int of_block) {
-    const int64_t of_entry = ceil_div(rows, of_block);
-    const int64_t blocks = cu_seqlens           ? int64_t{rows / of_block} + params.batch
-                           : params.is_packed() ? of_entry * params.batch
-                                                : of_entry;
-    check_grid(blocks);
-    return static_cast<int>(blocks);
-  };
-  plan.m_blocks = count(params.sequences.cu_seqlens_q, params.len_q, plan.block_m);
-  plan.n_blocks = count(params.sequences.cu_seqlens_k, params.len_k, plan.block_n);
+  plan.m_blocks =
+      count_blocks(params, params.sequences.cu_seqlens_q, params.len_q, plan.block_m);
+  plan.n_blocks =
+      count_blocks(params, params.sequences.cu_seqlens_k, params.len_k, plan.block_n);
 }
 
 // The rest of a plan, once it is known where dQ comes from.
@@ -127,6 +132,7 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
   if (params.is_packed()) {
     count.take_list(plan.n_blocks);
     count.take_list(plan.m_blocks);
+    count.take_list(plan.dq_blocks);
   }
   plan.workspace_bytes = count.bytes();
 }
@@ -156,7 +162,6 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
-  if (p.is_packed()) return "its kernels do not know sequences of several lengths yet";
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
   if (why_not.empty()) {
@@ -185,10 +190,14 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   count_blocks(plan, params);
   // Sums in memory are in any order.
   const bool one_pass = entry.keys.is_one_pass();
-  plan.dq_by = one_pass && plan.n_blocks == 1      ? DqBy::kTile
+  plan.dq_by = one_pass && plan.n_blocks == 1 && !params.is_packed() ? DqBy::kTile
                : one_pass && !params.deterministic ? DqBy::kSums
                                                    : DqBy::kOwnKernel;
-  if (plan.dq_by == DqBy::kOwnKernel) plan.dq_order = order_dq_tiles(params, entry.rows, device);
+  if (plan.dq_by == DqBy::kOwnKernel) {
+    plan.dq_order = order_dq_tiles(params, entry.rows, device);
+    plan.dq_block_m = entry.rows.block_m();
+    plan.dq_blocks = params.is_packed() ? plan.dq_order.m_blocks : 0;
+  }
   finish(plan, params, overrides, device);
   if (encode_tensor_maps) {
     plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
@@ -242,6 +251,7 @@ void place_workspace(const BwdPlan& plan, BwdParams& params, void* memory) {
   if (params.is_packed()) {
     params.key_tiles = allocator.take_list(plan.n_blocks);
     params.row_blocks = allocator.take_list(plan.m_blocks);
+    params.dq_tiles = allocator.take_list(plan.dq_blocks);
   }
 }
 

@@ -30,6 +30,11 @@ struct BwdTensorMaps {
   CUtensorMap dout;
   CUtensorMap k;
   CUtensorMap v;
+  // MaskKind::kPacked: the same, but each ends where a sequence does (sm90/tensor_map.cpp).
+  CUtensorMap ragged_q;
+  CUtensorMap ragged_dout;
+  CUtensorMap ragged_k;
+  CUtensorMap ragged_v;
 };
 
 // Where dQ comes from. kTile: a tile of keys has all keys, and stores dQ. kSums: tiles of keys add
@@ -49,7 +54,9 @@ struct BwdPlan {
   int head_splits;
   TileOrder order;     // of tiles of block_n keys: it counts them as m_blocks
   int ctas;            // that take them
-  TileOrder dq_order;  // of tiles of query rows, where dQ has a kernel of its own
+  TileOrder dq_order;  // of tiles of query rows, where dQ has a kernel of its own,
+  int dq_block_m;      // of so many rows
+  int dq_blocks;       // packed sequences: at most so many of those tiles in a head
   int64_t workspace_bytes;
   BwdTensorMaps tensor_maps;  // sm90
 };

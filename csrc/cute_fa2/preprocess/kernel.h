@@ -87,13 +87,19 @@ struct PreprocessKernel {
     }
 
     if (params.workspace.adders) {
-      // A band serves every mask.
-      const Mask<MaskKind::kBanded, UnpackedRows> mask(params, sequence, UnpackedRows{});
       const int row0 = m_block * arguments.block_m;
       const int row_end = cute::min(row0 + arguments.block_m, sequence.len_q);
-      const BlockRange tiles = mask.visible_blocks(row0, row_end, arguments.block_n);
-      const bool sees_keys = mask.begin(row0) < mask.end(row_end - 1);
-      const int expected = sees_keys ? tiles.end - tiles.begin : 0;
+      const auto tiles_that_add = [&](const auto& mask) {
+        const BlockRange tiles = mask.visible_blocks(row0, row_end, arguments.block_n);
+        return mask.begin(row0) < mask.end(row_end - 1) ? tiles.end - tiles.begin : 0;
+      };
+      // A band serves every mask.
+      const int expected =
+          params.is_packed()
+              ? tiles_that_add(
+                    Mask<MaskKind::kPacked, UnpackedRows>(params, sequence, UnpackedRows{}))
+              : tiles_that_add(
+                    Mask<MaskKind::kBanded, UnpackedRows>(params, sequence, UnpackedRows{}));
       if (thread == 0) {
         DqAdders& adders = params.workspace.adders[block];
         adders.begun = adders.stored = 0;

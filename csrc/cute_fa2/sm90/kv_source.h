@@ -29,6 +29,37 @@ CUTE_DEVICE void tma_load_rows(const CUtensorMap& map, const View& view, Element
   }
 }
 
+// Where a sequence lies in a tensor of `bound` rows.
+struct RowsOfSequence {
+  int first;
+  int count;
+  int bound;
+};
+
+// The same of rows of a sequence, from its row `row` on. What lies past its end becomes zeros. By a
+// ragged map, but for boxes that lie there whole: of such a map they would touch other memory.
+template <bool kIsPacked, int kRows, int kColumns, int kStrip, int kBoxRows = kRows, class View,
+          class Element>
+CUTE_DEVICE void tma_load_rows_of(const CUtensorMap& map, const CUtensorMap& ragged,
+                                  const View& view, Element* target, hopper::Barrier& arrival,
+                                  int row, RowsOfSequence rows, int head, int batch) {
+  if constexpr (!kIsPacked) {
+    tma_load_rows<kRows, kColumns, kStrip, kBoxRows>(map, view, target, arrival, row, head, batch);
+  } else {
+    CUTE_UNROLL
+    for (int first = 0; first < kRows; first += kBoxRows) {
+      const bool is_outside = row + first >= rows.count;
+      const int at = is_outside ? rows.bound : rows.bound - rows.count + row + first;
+      CUTE_UNROLL
+      for (int column = 0; column < kColumns; column += kStrip) {
+        hopper::tma_load(is_outside ? map : ragged, target + column * kRows + first * kStrip,
+                         arrival, column, is_outside ? 0 : rows.first + rows.count, at,
+                         view.stride_head != 0 ? head : 0, view.stride_batch != 0 ? batch : 0);
+      }
+    }
+  }
+}
+
 // (batch, heads, rows, columns) tensors, by TMA. Rows of V past the last key become zeros: their
 // weight is 0, but 0 x NaN would be NaN. They lie outside of the map. With sequences of several
 // lengths in one tensor other keys lie there, so V has a ragged map: its coordinates count from the

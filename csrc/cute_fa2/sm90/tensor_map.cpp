@@ -171,11 +171,17 @@ std::string encode_bwd_maps(const BwdParams& params, const BwdPlan& plan, BwdTen
   const int head_dim = kBwdTilesSm90[plan.tile].keys.head_dim;
   const int head_dim_v = kBwdTilesSm90[plan.tile].keys.head_dim_v;
   Encoder encoder(params);
+  const auto add = [&](CUtensorMap& map, CUtensorMap& ragged, auto tiling) {
+    encoder.add(map, tiling);
+    tiling.is_ragged = true;
+    if (params.is_packed()) encoder.add(ragged, tiling);
+  };
   const int heads_q = params.heads_q, heads_kv = params.heads_kv();
-  encoder.add(maps.q, rows(params.q, heads_q, params.len_q, params.head_dim, head_dim));
-  encoder.add(maps.dout, rows(params.dout, heads_q, params.len_q, params.head_dim_v, head_dim_v));
-  encoder.add(maps.k, rows(params.k, heads_kv, params.len_k, params.head_dim, head_dim));
-  encoder.add(maps.v, rows(params.v, heads_kv, params.len_k, params.head_dim_v, head_dim_v));
+  add(maps.q, maps.ragged_q, rows(params.q, heads_q, params.len_q, params.head_dim, head_dim));
+  add(maps.dout, maps.ragged_dout,
+      rows(params.dout, heads_q, params.len_q, params.head_dim_v, head_dim_v));
+  add(maps.k, maps.ragged_k, rows(params.k, heads_kv, params.len_k, params.head_dim, head_dim));
+  add(maps.v, maps.ragged_v, rows(params.v, heads_kv, params.len_k, params.head_dim_v, head_dim_v));
   return encoder.refusal();
 }
 

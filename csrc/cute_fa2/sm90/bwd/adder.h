@@ -37,7 +37,7 @@ class DqAdder {
         smem_.dq_full[consumer_].wait(parity_);  // a part of dQ is there
         parity_ ^= 1;
         had_turn = true;
-        const int index = index_of(params_, tile.at, block);
+        const int index = index_of(params_, tile.first_index, block);
         if (add(index)) {
           params_.workspace.adders[index].next = finished;
           finished = index;

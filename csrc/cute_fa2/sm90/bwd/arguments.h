@@ -3,6 +3,7 @@
 
 #include <cutlass/fast_math.h>
 
+#include "common/packed_tiles.h"
 #include "common/tile_decoder.h"
 #include "host/params.h"
 #include "host/plan_bwd.h"
@@ -23,6 +24,16 @@ struct BwdArguments {
   DqBy dq_by;
   int tiles;  // of keys, shared out among
   int ctas;
+  PackedTiles packed_tiles;  // in place of the decoder, for MaskKind::kPacked
+
+  template <MaskKind kMask>
+  CUTE_DEVICE int tile_count() const {
+    return kMask == MaskKind::kPacked ? packed_tiles.count() : tiles;
+  }
+  template <MaskKind kMask>
+  CUTE_DEVICE TileCoord tile(int index) const {
+    return kMask == MaskKind::kPacked ? packed_tiles.tile(index) : decoder.tile(index);
+  }
 };
 
 CUTE_DEVICE void prefetch_tensor_maps(const BwdTensorMaps& maps) {

@@ -44,13 +44,9 @@ struct BwdKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.roles().producer_registers()>();
       if (hopper::is_first_thread()) {
-        BwdProducer<Traits> producer(arguments, smem);
-        const auto walk = [&](const TileCoord& tile) {
-          const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
-          const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
-          return QueryWalk(arguments, tile, mask, sequence, Traits::kBlockM, Traits::kBlockN);
-        };
-        smem.queue.give(arguments, walk, [&](const KeyTile& tile) { producer.run(tile); });
+        BwdProducer<Traits, kMask == MaskKind::kPacked> producer(arguments, smem);
+        smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
+            arguments, [&](const KeyTile& tile) { producer.run(tile); });
       } else if (arguments.dq_by == DqBy::kSums && hopper::is_first_lane()) {
         const int consumer = hopper::thread_in_warpgroup() / 32 - 1;  // whose dQ the warp adds
         if (consumer >= Traits::kConsumers) return;
@@ -66,7 +62,7 @@ struct BwdKernel {
       auto tdVrdV = partition_fragment_C(typename Traits::MmaDv{}, typename Traits::ShapeDv{});
       smem.queue.template take<false>([&](const KeyTile& key_tile) {
         const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
-        const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
+        const Sequence sequence = key_tile.sequence_of<kMask>(params);
         Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
         using Element = typename Traits::Element;
@@ -80,7 +76,7 @@ struct BwdKernel {
         mainloop.end_tile();
       });
       const TileCoord none{};
-      Mainloop(arguments, none, Sequence::of<kMask>(params, 0), smem, consumer, state).make_dq_of_sums();
+      Mainloop(arguments, none, Sequence{}, smem, consumer, state).make_dq_of_sums();
     }
   }
 };

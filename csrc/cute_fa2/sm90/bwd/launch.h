@@ -60,7 +60,8 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
                             params.heads_kv(),
                             plan.dq_by,
                             plan.order.tiles(),
-                            plan.ctas};
+                            plan.ctas,
+                            PackedTiles(params.key_tiles, params.heads_kv())};
   if constexpr (kEntry.keys.is_one_pass()) {
     using Traits = BwdTraits<kDType, kEntry.keys>;
     launch_keys<Traits, BwdKernel<Traits, kMask>>(plan, arguments, device, stream);
@@ -70,6 +71,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   }
   if (plan.dq_by == DqBy::kOwnKernel) {
     arguments.decoder = TileDecoder(plan.dq_order, params.heads_q, params.batch);
+    arguments.packed_tiles = PackedTiles(params.dq_tiles, params.heads_q);
     run_grid<DqKernel<DqTraits<kDType, kEntry.rows>, kMask>>(arguments, plan.dq_order.tiles(),
                                                              device, stream, /*overlaps=*/true);
   }

@@ -93,9 +93,15 @@ class BwdMainloop {
       int batch_head, m_block, batch, head;
       arguments_.m_blocks(batch_head, m_block, index);
       arguments_.heads_q(batch, head, batch_head);
+      if constexpr (kMask == MaskKind::kPacked) {
+        const SequenceBlock of_sequence = params_.row_blocks.in_place[m_block];
+        batch = of_sequence.batch;
+        m_block = of_sequence.block;
+      }
       WarpgroupSums::store_rounded<Element, Traits::kHeadDim>(
-          params_.workspace.dq + int64_t{index} * kSize, place_of_dq(batch, head),
-          m_block * kBlockM, params_.scale.scale);
+          params_.workspace.dq + int64_t{index} * kSize,
+          place_of_dq(Sequence::of<kMask>(params_, batch), batch, head), m_block * kBlockM,
+          params_.scale.scale);
       index = next;
     }
   }
@@ -221,8 +227,8 @@ class BwdMainloop {
     }
   }
 
-  CUTE_DEVICE GradientPlace place_of_dq(int batch, int head) const {
-    return {params_.dq, batch, head, sequence_.first_q, sequence_.len_q, params_.head_dim};
+  CUTE_DEVICE GradientPlace place_of_dq(const Sequence& sequence, int batch, int head) const {
+    return {params_.dq, batch, head, sequence.first_q, sequence.len_q, params_.head_dim};
   }
 
   // Hands this tile's part of dQ to who adds it (DqAdder), or stores it where it is the whole.
@@ -230,7 +236,7 @@ class BwdMainloop {
   CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) {
     if (arguments_.dq_by == DqBy::kTile) {
       return store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
-          place_of_dq(tile_.batch, block.head), block.m_block * kBlockM, params_.scale.scale,
+          place_of_dq(sequence_, tile_.batch, block.head), block.m_block * kBlockM, params_.scale.scale,
           tdQrdQ, hopper::thread_in_warpgroup());
     }
     // The part before has been read.

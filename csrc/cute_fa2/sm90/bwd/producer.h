@@ -15,7 +15,7 @@
 
 namespace flash_cute::sm90 {
 
-template <class Traits>
+template <class Traits, bool kIsPacked>
 class BwdProducer {
   using SharedMemory = typename Traits::SharedMemory;
   using State = PipelineState<Traits::kStages>;
@@ -28,47 +28,58 @@ class BwdProducer {
   CUTE_DEVICE void run(const KeyTile& tile) {
     const QueryWalk& walk = tile.walk;
     if (walk.is_empty()) return;
-    const Sequence sequence = Sequence::of<kMask>(arguments_.params, tile.at.batch);
     const BwdParams& params = arguments_.params;
-    const int key0 = tile.at.m_block * Traits::kBlockN + static_cast<int>(sequence.first_k);
+    const int key0 = tile.at.m_block * Traits::kBlockN;
     QueryBlock block = walk.first();
-    load(tile.at, sequence, block);
+    load(tile, block);
     smem_.kv_empty.wait(kv_parity_ ^ 1);  // all consumers are done with the tile before
     kv_parity_ ^= 1;
     smem_.k_full.arrive_and_expect(sizeof smem_.k);
-    tma_load_rows<Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, BwdTensorMaps::kRows>(
-        arguments_.maps.k, params.k, smem_.k, smem_.k_full, key0, tile.at.head, tile.at.batch);
+    tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, kBoxRows>(
+        arguments_.maps.k, arguments_.maps.ragged_k, params.k, smem_.k, smem_.k_full, key0,
+        keys_of(tile), tile.at.head, tile.at.batch);
     smem_.v_full.arrive_and_expect(sizeof smem_.v);
-    tma_load_rows<Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, BwdTensorMaps::kRows>(
-        arguments_.maps.v, params.v, smem_.v, smem_.v_full, key0, tile.at.head, tile.at.batch);
+    tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, kBoxRows>(
+        arguments_.maps.v, arguments_.maps.ragged_v, params.v, smem_.v, smem_.v_full, key0,
+        keys_of(tile), tile.at.head, tile.at.batch);
     while (true) {
       block = walk.next(block);
       if (!walk.has(block)) return;
-      load(tile.at, sequence, block);
+      load(tile, block);
     }
   }
 
  private:
-  CUTE_DEVICE void load(const TileCoord& tile, const Sequence& sequence, QueryBlock block) {
+  static constexpr int kBoxRows = BwdTensorMaps::kRows;
+
+  CUTE_DEVICE RowsOfSequence keys_of(const KeyTile& tile) const {
+    return {tile.sequence.first_k, tile.sequence.len_k, arguments_.params.len_k};
+  }
+  CUTE_DEVICE RowsOfSequence queries_of(const KeyTile& tile) const {
+    return {tile.sequence.first_q, tile.sequence.len_q, arguments_.params.len_q};
+  }
+
+  CUTE_DEVICE void load(const KeyTile& tile, QueryBlock block) {
     const BwdParams& params = arguments_.params;
     const int stage = stage_.stage;
-    const int row0 = block.m_block * Traits::kBlockM + static_cast<int>(sequence.first_q);
+    const int row0 = block.m_block * Traits::kBlockM;
 
     hopper::Barrier& q_full = smem_.q_full[stage];
     smem_.q_empty[stage].wait(stage_.parity ^ 1);  // all consumers are done with the stage
     q_full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
-    const int64_t index = index_of(params, tile, block);
+    const int64_t index = index_of(params, tile.first_index, block);
     hopper::bulk_load(params.workspace.stats + index * Traits::kBlockM, smem_.stats[stage],
                       sizeof smem_.stats[0], q_full);
-    tma_load_rows<Traits::kBlockM, Traits::kHeadDim, Traits::kStrip>(
-        arguments_.maps.q, params.q, smem_.q[stage], q_full, row0, block.head, tile.batch);
+    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip>(
+        arguments_.maps.q, arguments_.maps.ragged_q, params.q, smem_.q[stage], q_full, row0,
+        queries_of(tile), block.head, tile.at.batch);
 
     hopper::Barrier& dout_full = smem_.dout_full[stage];
     smem_.dout_empty[stage].wait(stage_.parity ^ 1);  // as above
     dout_full.arrive_and_expect(sizeof smem_.dout[0]);
-    tma_load_rows<Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV>(
-        arguments_.maps.dout, params.dout, smem_.dout[stage], dout_full, row0, block.head,
-        tile.batch);
+    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV>(
+        arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout, smem_.dout[stage],
+        dout_full, row0, queries_of(tile), block.head, tile.at.batch);
     stage_.advance();
   }
 

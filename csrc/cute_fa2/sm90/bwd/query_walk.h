@@ -10,6 +10,7 @@
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
+#include "tiles/bwd_sm90.h"
 
 namespace flash_cute::sm90 {
 
@@ -55,10 +56,18 @@ class QueryWalk {
   BlockRange rows_;
 };
 
-// A block's index among all: that of its statistics and its sums of dQ. The preprocess has a CTA
-// for each of them, so it fits.
-CUTE_DEVICE int index_of(const BwdParams& params, const TileCoord& tile, QueryBlock block) {
-  return (tile.batch * params.heads_q + block.head) * params.m_blocks + block.m_block;
+// The blocks of rows of a sequence, among all: those of a head lie params.m_blocks apart. They are
+// numbered as their statistics and their sums of dQ lie in memory. The preprocess has a CTA for each
+// of them, so the numbers fit.
+template <MaskKind kMask>
+CUTE_DEVICE int first_index_of(const BwdParams& params, int batch) {
+  return kMask == MaskKind::kPacked
+             ? Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q, batch,
+                                     BwdConfigSm90::kBlockM)
+             : batch * params.heads_q * params.m_blocks;
+}
+CUTE_DEVICE int index_of(const BwdParams& params, int first_index, QueryBlock block) {
+  return first_index + block.head * params.m_blocks + block.m_block;
 }
 
 }  // namespace flash_cute::sm90

@@ -4,7 +4,9 @@
 
 #include <cute/config.hpp>
 
+#include "common/mask.h"
 #include "common/platform.h"
+#include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/query_walk.h"
@@ -17,6 +19,14 @@ struct KeyTile {
   int index;  // or -1 behind the last
   TileCoord at;
   QueryWalk walk;
+  Sequence sequence;
+  int first_index;  // of its blocks of rows (first_index_of)
+
+  // What the parameters tell is not read from here.
+  template <MaskKind kMask>
+  CUTE_DEVICE Sequence sequence_of(const BwdParams& params) const {
+    return kMask == MaskKind::kPacked ? sequence : Sequence::of<kMask>(params, at.batch);
+  }
 };
 
 // In shared memory.
@@ -33,26 +43,31 @@ struct TileQueue {
     }
   }
 
-  // One thread hands out tile after tile, and calls f(tile) itself. walk_of: from coordinates to a
-  // QueryWalk.
-  template <class WalkOf, class F>
-  CUTE_DEVICE void give(const BwdArguments& arguments, WalkOf&& walk_of, F&& f) {
+  // One thread hands out tile after tile, of kBlockN keys, and calls f(tile) itself.
+  template <MaskKind kMask, int kBlockM, int kBlockN, class F>
+  CUTE_DEVICE void give(const BwdArguments& arguments, F&& f) {
+    const BwdParams& params = arguments.params;
+    const int count = arguments.tile_count<kMask>();
     PipelineState<kStages> state;
     for (int index = platform::cta_index();;) {
       KeyTile& tile = tiles[state.stage];
       empty[state.stage].wait(state.parity ^ 1);
-      const bool is_last = index >= arguments.tiles;
+      const bool is_last = index >= count;
       tile.index = is_last ? -1 : index;
       if (!is_last) {
-        const TileCoord at = arguments.decoder.tile(index);
+        const TileCoord at = arguments.tile<kMask>(index);
+        const Sequence sequence = Sequence::of<kMask>(params, at.batch);
+        const Mask<kMask, UnpackedRows> mask(params, sequence, UnpackedRows{});
         tile.at = at;
-        tile.walk = walk_of(at);
+        tile.walk = QueryWalk(arguments, at, mask, sequence, kBlockM, kBlockN);
+        tile.sequence = sequence;
+        tile.first_index = first_index_of<kMask>(params, at.batch);
       }
       full[state.stage].arrive();
       state.advance();
       if (is_last) return;
       f(tile);
-      index = arguments.ctas + platform::next_number(arguments.params.workspace.tickets);
+      index = arguments.ctas + platform::next_number(params.workspace.tickets);
     }
   }
   // The others call f(tile) for each: whole warps, or one thread that is alone.

@@ -39,13 +39,9 @@ struct DkvKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
       if (hopper::is_first_thread()) {
-        BwdProducer<Traits> producer(arguments, smem);
-        const auto walk = [&](const TileCoord& tile) {
-          const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
-          const Mask<kMask, UnpackedRows> mask(params, sequence, UnpackedRows{});
-          return QueryWalk(arguments, tile, mask, sequence, Traits::kBlockM, Traits::kBlockN);
-        };
-        smem.queue.give(arguments, walk, [&](const KeyTile& tile) { producer.run(tile); });
+        BwdProducer<Traits, kMask == MaskKind::kPacked> producer(arguments, smem);
+        smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
+            arguments, [&](const KeyTile& tile) { producer.run(tile); });
       }
     } else {
       hopper::register_alloc<kRoles.consumer_registers()>();
@@ -68,7 +64,7 @@ struct DkvKernel {
     typename Mainloop::State state;
     smem.queue.template take<false>([&](const KeyTile& key_tile) {
       const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
-      const Sequence sequence = Sequence::of<kMask>(arguments.params, tile.batch);
+      const Sequence sequence = key_tile.sequence_of<kMask>(arguments.params);
       Mainloop(arguments, tile, sequence, smem, state).run(key_tile.walk, sums);
       const BwdParams& params = arguments.params;
       const KeysGradient gradient =

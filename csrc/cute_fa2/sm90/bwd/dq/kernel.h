@@ -25,6 +25,12 @@ struct DqKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     const BwdParams& params = arguments.params;
+    if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
+      if (platform::cta_index() >= arguments.template tile_count<kMask>()) {
+        hopper::wait_for_kernel_before();  // it is over when this one is
+        return;
+      }
+    }
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
       Traits::init_barriers(smem);
@@ -40,7 +46,7 @@ struct DqKernel {
       const TileCoord tile = tile_of(arguments);
       if (hopper::is_first_thread()) {
         const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
-        DqProducer<Traits>(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
+        DqProducer<Traits, kMask == MaskKind::kPacked>(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
         hopper::wait_for_kernel_before();  // then both are over
       }
       return;
@@ -61,7 +67,7 @@ struct DqKernel {
 
  private:
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments) {
-    return arguments.decoder.tile(platform::warp_uniform(platform::cta_index()));
+    return arguments.template tile<kMask>(platform::warp_uniform(platform::cta_index()));
   }
 
   // The blocks of keys that the tile sees.

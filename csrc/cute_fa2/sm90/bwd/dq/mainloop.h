@@ -16,6 +16,7 @@
 #include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/products.h"
+#include "sm90/bwd/query_walk.h"
 #include "sm90/hopper.h"
 #include "sm90/pipeline_state.h"
 #include "sm90/shared_operand.h"
@@ -161,9 +162,9 @@ class DqMainloop {
   // Those of this thread's rows.
   CUTE_DEVICE void load_statistics() {
     const auto at = row_and_key(hopper::thread_in_warpgroup());
-    const int64_t head = int64_t{tile_.batch} * params_.heads_q + tile_.head;
-    const RowGradStats* const of_head =
-        params_.workspace.stats + head * params_.m_blocks * BwdConfigSm90::kBlockM;
+    const int64_t first = index_of(params_, first_index_of<kMask>(params_, tile_.batch),
+                                   {.head = tile_.head, .m_block = 0});
+    const RowGradStats* const of_head = params_.workspace.stats + first * BwdConfigSm90::kBlockM;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int row = row0_ + static_cast<int>(cute::get<0>(at(r, 0)));
