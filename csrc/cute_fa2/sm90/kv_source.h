@@ -37,9 +37,10 @@ struct RowsOfSequence {
 };
 
 // The same of rows of a sequence, from its row `row` on. What lies past its end becomes zeros. By a
-// ragged map, but for boxes that lie there whole: of such a map they would touch other memory.
-template <bool kIsPacked, int kRows, int kColumns, int kStrip, int kBoxRows = kRows, class View,
-          class Element>
+// ragged map, but for boxes that lie there whole: of such a map they would touch other memory. If
+// kBeginsInside there is none.
+template <bool kIsPacked, int kRows, int kColumns, int kStrip, int kBoxRows = kRows,
+          bool kBeginsInside = false, class View, class Element>
 CUTE_DEVICE void tma_load_rows_of(const CUtensorMap& map, const CUtensorMap& ragged,
                                   const View& view, Element* target, hopper::Barrier& arrival,
                                   int row, RowsOfSequence rows, int head, int batch) {
@@ -48,7 +49,7 @@ CUTE_DEVICE void tma_load_rows_of(const CUtensorMap& map, const CUtensorMap& rag
   } else {
     CUTE_UNROLL
     for (int first = 0; first < kRows; first += kBoxRows) {
-      const bool is_outside = row + first >= rows.count;
+      const bool is_outside = !kBeginsInside && row + first >= rows.count;
       const int at = is_outside ? rows.bound : rows.bound - rows.count + row + first;
       CUTE_UNROLL
       for (int column = 0; column < kColumns; column += kStrip) {

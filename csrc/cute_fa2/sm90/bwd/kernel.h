@@ -40,9 +40,10 @@ struct BwdKernel {
     platform::sync_cta();  // the barriers are visible to all threads
 
     // Each role computes its own: the producer has few registers.
+    constexpr WarpgroupRoles kRoles = Traits::kConfig.roles(kMask == MaskKind::kPacked);
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
-      hopper::register_dealloc<Traits::kConfig.roles().producer_registers()>();
+      hopper::register_dealloc<kRoles.producer_registers()>();
       if (hopper::is_first_thread()) {
         BwdProducer<Traits, kMask == MaskKind::kPacked> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
@@ -54,7 +55,7 @@ struct BwdKernel {
         smem.queue.template take<true>([&](const KeyTile& tile) { adder.run(tile); });
       }
     } else {
-      hopper::register_alloc<Traits::kConfig.roles().consumer_registers()>();
+      hopper::register_alloc<kRoles.consumer_registers()>();
       const int consumer = warpgroup - 1;
       typename Mainloop::State state;
       // ((2, 2, kHeadDim / 8), 1, 1), and of kHeadDimV
@@ -62,7 +63,7 @@ struct BwdKernel {
       auto tdVrdV = partition_fragment_C(typename Traits::MmaDv{}, typename Traits::ShapeDv{});
       smem.queue.template take<false>([&](const KeyTile& key_tile) {
         const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
-        const Sequence sequence = key_tile.sequence_of<kMask>(params);
+        const Sequence& sequence = key_tile.template sequence_of<kMask>(params);
         Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
         using Element = typename Traits::Element;

@@ -51,6 +51,7 @@ class BwdProducer {
 
  private:
   static constexpr int kBoxRows = BwdTensorMaps::kRows;
+  static_assert(Traits::kBlockM == kBoxRows);  // so a block's box begins inside of its sequence
 
   CUTE_DEVICE RowsOfSequence keys_of(const KeyTile& tile) const {
     return {tile.sequence.first_k, tile.sequence.len_k, arguments_.params.len_k};
@@ -70,14 +71,14 @@ class BwdProducer {
     const int64_t index = index_of(params, tile.first_index, block);
     hopper::bulk_load(params.workspace.stats + index * Traits::kBlockM, smem_.stats[stage],
                       sizeof smem_.stats[0], q_full);
-    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip>(
+    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip, kBoxRows, true>(
         arguments_.maps.q, arguments_.maps.ragged_q, params.q, smem_.q[stage], q_full, row0,
         queries_of(tile), block.head, tile.at.batch);
 
     hopper::Barrier& dout_full = smem_.dout_full[stage];
     smem_.dout_empty[stage].wait(stage_.parity ^ 1);  // as above
     dout_full.arrive_and_expect(sizeof smem_.dout[0]);
-    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV>(
+    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV, kBoxRows, true>(
         arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout, smem_.dout[stage],
         dout_full, row0, queries_of(tile), block.head, tile.at.batch);
     stage_.advance();

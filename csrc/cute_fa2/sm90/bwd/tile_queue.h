@@ -22,10 +22,14 @@ struct KeyTile {
   Sequence sequence;
   int first_index;  // of its blocks of rows (first_index_of)
 
-  // What the parameters tell is not read from here.
+  // Here, but for what the parameters tell.
   template <MaskKind kMask>
-  CUTE_DEVICE Sequence sequence_of(const BwdParams& params) const {
-    return kMask == MaskKind::kPacked ? sequence : Sequence::of<kMask>(params, at.batch);
+  CUTE_DEVICE decltype(auto) sequence_of(const BwdParams& params) const {
+    if constexpr (kMask == MaskKind::kPacked) {
+      return (sequence);
+    } else {
+      return Sequence::of<kMask>(params, at.batch);
+    }
   }
 };
 

@@ -24,7 +24,7 @@ class TransposedScores {
 
   // `key0`: the warpgroup's first.
   CUTE_DEVICE TransposedScores(const BwdParams& params, const Sequence& sequence, int key0)
-      : params_(params), mask_(params, sequence, UnpackedRows{}), key0_(key0) {}
+      : params_(params), sequence_(sequence), key0_(key0) {}
 
   // P from S of the query rows from `row0` on. The mask goes onto the exponent: the weight of a key
   // that its row does not see may be inf.
@@ -39,10 +39,12 @@ class TransposedScores {
         weights(r, c) = fmaf(weights(r, c), scale_log2, -of_row.lse_log2);
       }
     });
-    if (mask_.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys)) {
+    // Made anew: it would hold registers through the loop.
+    const TileMask mask(params_, sequence_, UnpackedRows{});
+    if (mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys)) {
       auto rows_first = make_tensor(weights.data(), select<1, 0>(weights.layout()));
       const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
-      mask_.apply(rows_first, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
+      mask.apply(rows_first, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
                   Traits::kConsumerKeys);
     }
     CUTE_UNROLL
@@ -91,7 +93,7 @@ class TransposedScores {
   }
 
   const BwdParams& params_;
-  TileMask mask_;
+  const Sequence& sequence_;
   int key0_;
 };
 

@@ -33,7 +33,7 @@ struct DkvKernel {
     }
     platform::sync_cta();  // the barriers are visible to all threads
 
-    constexpr WarpgroupRoles kRoles = Traits::kConfig.roles();
+    constexpr WarpgroupRoles kRoles = Traits::kConfig.roles(kMask == MaskKind::kPacked);
     const int warpgroup = hopper::warpgroup_index();
     // Each role computes its own: the producer has few registers.
     if (warpgroup == 0) {
@@ -64,7 +64,7 @@ struct DkvKernel {
     typename Mainloop::State state;
     smem.queue.template take<false>([&](const KeyTile& key_tile) {
       const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
-      const Sequence sequence = key_tile.sequence_of<kMask>(arguments.params);
+      const Sequence& sequence = key_tile.template sequence_of<kMask>(arguments.params);
       Mainloop(arguments, tile, sequence, smem, state).run(key_tile.walk, sums);
       const BwdParams& params = arguments.params;
       const KeysGradient gradient =
