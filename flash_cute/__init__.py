@@ -3,12 +3,16 @@ the CPU.
 
     out, softmax_lse = flash_cute.forward(q, k, v, is_causal=True)
 
+`flash_cute.forward_varlen` takes packed sequences, `flash_cute.merge` merges results over parts of
+the keys.
+
 `flash_cute.reference` holds the same function as a plain formula and block by block, and `python -m
 flash_cute` shows what serves this machine and checks it against the formula.
 """
 
 from flash_cute import reference
-from flash_cute.interface import forward
+from flash_cute.interface import forward, forward_varlen
+from flash_cute.merge import merge
 from flash_cute.version import __version__
 
-__all__ = ["__version__", "forward", "reference"]
+__all__ = ["__version__", "forward", "forward_varlen", "merge", "reference"]
