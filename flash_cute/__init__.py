@@ -3,12 +3,16 @@ the CPU.
 
     out, softmax_lse = flash_cute.forward(q, k, v, is_causal=True)
 
+`flash_cute.register` puts it behind PyTorch's and transformers' attention. `flash_cute.flash_attn`
+and `flash_cute.flash_attn_interface` have the functions of FlashAttention-2 and 3.
+
 `flash_cute.reference` holds the same function as a plain formula and block by block, and `python -m
 flash_cute` shows what serves this machine and checks it against the formula.
 """
 
 from flash_cute import reference
+from flash_cute.hooks import register, unregister
 from flash_cute.interface import forward
 from flash_cute.version import __version__
 
-__all__ = ["__version__", "forward", "reference"]
+__all__ = ["__version__", "forward", "reference", "register", "unregister"]
