@@ -8,12 +8,13 @@ mask. A model that reads the elements gets an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -57,6 +58,8 @@ class Mask(Tensor):
     dimensions as it is, as where generate() makes it ahead for a static cache."""
 
     seen: Seen
+    #: position_ids that a layer came with, and cu_seqlens if they pack sequences.
+    packed_by: tuple[Tensor, Tensor | None] | None = None
 
     @staticmethod
     def __new__(cls, seen: Seen, batch: int, device: Any) -> Mask:
@@ -77,7 +80,8 @@ class Mask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Mask:
-        mask: Mask = args[0]
+        leaves = pytree.tree_leaves((args, kwargs))
+        mask: Mask = next(x for x in leaves if isinstance(x, Mask))
         aten = torch.ops.aten
         if op in (aten.detach.default, aten.alias.default, aten.clone.default):
             return Mask(mask.seen, mask.shape[0], mask.device)
@@ -259,6 +263,9 @@ def attention(
     options |= {"is_causal": seen.is_causal, "softmax_scale": scaling}
     if seen.window != (-1, -1):
         options["window_size"] = seen.window
+    positions = others.get("position_ids")
+    if isinstance(attention_mask, Mask) and isinstance(positions, Tensor):
+        seen = _packed_by(attention_mask, positions, query.shape[0])
     packed = _packed_lengths(seen, query, (cu_seq_lens_q, cu_seq_lens_k), options)
     if packed is None:
         out = _dense(seen, query, key, value, options).transpose(1, 2)
@@ -292,6 +299,27 @@ def _seen(
     if mask.seen.lengths != lengths:
         refuse(f"a mask of lengths {mask.seen.lengths} on tensors of {lengths}", model)
     return mask.seen
+
+
+def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
+    """What is seen if positions that do not rise by 1 begin another sequence. Some models, gpt-oss
+    among them, do not tell their mask. Waits for the GPU once per forward; compiled layers do not
+    look."""
+    seen = mask.seen
+    is_plain = seen.is_causal and seen.cu_seqlens is None and seen.starts is None
+    if not is_plain or seen.lengths[0] == 1 or torch.compiler.is_compiling():
+        return seen
+    if positions.shape[-1:] != seen.lengths[1:] or positions.dim() > 2 or _cannot_wait(positions):
+        return seen  # there are keys of a cache, or coordinates
+    if mask.packed_by is None or mask.packed_by[0] is not positions:
+        given, positions = positions, positions.view(-1, positions.shape[-1])
+        sequences = (positions.diff(dim=1) != 1).cumsum(1)
+        begins = None
+        if bool(sequences[:, -1].any()):
+            begins = _packed(functional.pad(sequences, (1, 0)).expand(batch, -1))
+        mask.packed_by = (given, begins)
+    begins = mask.packed_by[1]
+    return seen if begins is None else replace(seen, cu_seqlens=begins)
 
 
 def _dense(seen: Seen, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
