@@ -1,4 +1,4 @@
-"""flash_cute as a local kernel of Hugging Face's `kernels`."""
+"""flash_cute as a local kernel of Hugging Face's `kernels`, in transformers and diffusers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import flash_cute
 from flash_cute import __main__, hub
 
 #: transformers 5.23 takes kernels from 0.18.2 on; PyPI had none beyond 0.17.2. So its gate is
@@ -73,31 +76,96 @@ def test_a_model_of_transformers() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.fixture
+def flux() -> Any:
+    """A small DiT of diffusers', and its inputs."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=24,
+        axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(2, 20, 4), "encoder_hidden_states": torch.randn(2, 7, 24),
+        "pooled_projections": torch.randn(2, 24), "timestep": torch.tensor([0.3, 0.7]),
+        "img_ids": torch.rand(20, 3) * 9, "txt_ids": torch.zeros(7, 3),
+    }  # fmt: skip
+    return model, inputs
+
+
+def run(model: Any, inputs: dict[str, Tensor], backend: str) -> list[Tensor]:
+    """The output, and the gradients."""
+    model.set_attention_backend(backend)
+    model.zero_grad()
+    out = model(**inputs).sample
+    out.float().square().sum().backward()
+    return [out.detach(), *(x.grad.clone() for x in model.parameters() if x.grad is not None)]
+
+
+@pytest.mark.parametrize("backend", ["flash_hub", "flash_varlen_hub", "_flash_3_hub"])
+def test_diffusers(flux: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kernels")
+    from diffusers.models import attention_dispatch
+
+    names = {f"kernels-community/flash-attn{version[-1]}": version for version in hub.FOLDERS}
+    monkeypatch.setenv("LOCAL_KERNELS", hub.local_kernels(names))
+    monkeypatch.setattr(attention_dispatch, "HF_HUB_OFFLINE", True)
+    calls = []
+    for name in ("forward", "forward_varlen"):
+        function = getattr(flash_cute, name)
+        monkeypatch.setattr(
+            flash_cute, name, lambda *args, f=function, **kw: calls.append(f) or f(*args, **kw)
+        )
+    expected = run(*flux, "native")
+    assert not calls
+    results = run(*flux, backend)
+    assert len(calls) == 2
+    for x, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:PyTorch takes cuDNN")
+def test_diffusers_by_sdpa(flux: Any) -> None:
+    model, inputs = flux
+    model = model.to("cuda", torch.bfloat16)
+    inputs = {name: x.to("cuda", torch.bfloat16) for name, x in inputs.items()}
+    expected = run(model, inputs, "_native_flash")
+    flash_cute.register(torch=True)
+    try:
+        results = run(model, inputs, "_native_flash")
+    finally:
+        flash_cute.unregister(torch=True)
+    for x, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, right, rtol=0, atol=3e-2 * float(right.abs().max()))
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_the_folder(backend: str) -> None:
-    folder = hub.FOLDER / "build" / f"torch-{backend}"
+@pytest.mark.parametrize("version", hub.FOLDERS)
+def test_the_folders(version: str, backend: str) -> None:
+    folder = hub.FOLDERS[version] / "build" / f"torch-{backend}"
     metadata = json.loads((folder / "metadata.json").read_text())
-    assert metadata["backend"] == {"type": backend} and metadata["name"] == "flash-cute"
-    kernel: dict[str, object] = {}
+    assert metadata["backend"] == {"type": backend}
+    assert metadata["id"] == f"flash_cute_{version}_{backend}"
+    kernel: dict[str, Any] = {}
     exec((folder / "__init__.py").read_text(), kernel)
-    # What transformers looks for. What it does not find, it drops, and says nothing.
-    for name in ("flash_attn_func", "flash_attn_varlen_func"):
-        parameters = inspect.signature(kernel[name]).parameters  # type: ignore[arg-type]
+    assert callable(kernel["flash_attn_interface"]._flash_attn_forward)
+    if version == "fa2":
+        # What transformers looks for. What it does not find, it drops, and says nothing.
         needed = {"window_size", "softcap", "learnable_sink", "dropout_p", "deterministic"}
-        assert needed <= set(parameters)
-    assert "flash_attn_with_kvcache" not in kernel
-    assert callable(kernel["flash_attn_interface"]._flash_attn_forward)  # type: ignore[attr-defined]
+        for name in ("flash_attn_func", "flash_attn_varlen_func"):
+            assert needed <= set(inspect.signature(kernel[name]).parameters)
+        assert "flash_attn_with_kvcache" not in kernel
 
 
 def test_the_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_KERNELS", f"other/kernel=/there:{hub.NAME}=/old")
-    assert __main__.main(["hub", "kernels-community/flash-attn3"]) == 0
-    line = capsys.readouterr().out
-    assert line == (
-        f'export LOCAL_KERNELS="other/kernel=/there:{hub.NAME}={hub.FOLDER}:'
-        f'kernels-community/flash-attn3={hub.FOLDER}"\n'
+    assert __main__.main(["hub", "--fa3", "kernels-community/flash-attn3"]) == 0
+    assert capsys.readouterr().out == (
+        f'export LOCAL_KERNELS="other/kernel=/there:{hub.NAME}={hub.FOLDERS["fa2"]}:'
+        f'kernels-community/flash-attn3={hub.FOLDERS["fa3"]}"\n'
     )
-    assert (Path(hub.FOLDER) / "build").is_dir()
     with pytest.raises(SystemExit):
-        __main__.main(["hub", "no name"])
+        __main__.main(["hub", "--fa2", "no name"])
     assert "'no name' is no name of a kernel, as in org/name" in capsys.readouterr().err
