@@ -52,27 +52,31 @@ class _Function(torch.autograd.Function):
 
 class _Attention(_Function):
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, keywords: dict[str, Any]) -> Any:
-        return _Function.below(ops.fwd, q, k, v, **keywords)
+    def forward(keywords: dict[str, Any], *tensors: Tensor | None) -> Any:
+        return _Function.below(ops.fwd, *tensors, **keywords)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *qkv, keywords = inputs
-        ctx.save_for_backward(*qkv, *output)
+        keywords, q, k, v, *optional = inputs
+        ctx.save_for_backward(q, k, v, *output, *optional)
         ctx.keywords = keywords
         ctx.set_materialize_grads(False)  # a result without a gradient has None
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        wanted = dict(zip(("", "q", "k", "v", *ops.OPTIONAL), ctx.needs_input_grad, strict=False))
         if dout is None and dlse is None:
-            return None, None, None, None
+            return (None,) * len(wanted)
         keywords = dict(ctx.keywords)
-        deterministic = keywords.pop("deterministic", None)
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        gradients = ops.bwd(dout, *ctx.saved_tensors, dlse, **keywords, deterministic=deterministic)
-        wanted = ctx.needs_input_grad
-        return *(x if want else None for x, want in zip(gradients, wanted, strict=False)), None
+        if keywords.get("deterministic") is None:
+            keywords["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        if wanted.get("bias"):
+            keywords["bias_grad"] = True
+        q, k, v, out, lse, *optional = ctx.saved_tensors
+        results = ops.bwd(dout, q, k, v, out, lse, dlse, *optional, **keywords)
+        names = ("q", "k", "v", "learnable_sink", "bias")
+        gradients = dict(zip(names, results, strict=True))
+        return tuple(gradients.get(name) if want else None for name, want in wanted.items())
 
 
 class _AttentionBackward(_Function):
@@ -97,11 +101,11 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     )
 
 
-def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
-    if _is_differentiated(q, k, v):
-        return _Attention.apply(q, k, v, keywords)
+def _fwd_autograd(*tensors: Tensor | None, **keywords: Any) -> Any:
+    if _is_differentiated(*tensors):
+        return _Attention.apply(keywords, *tensors)
     with below_autograd():
-        return ops.fwd(q, k, v, **keywords)
+        return ops.fwd(*tensors, **keywords)
 
 
 def _bwd_autograd(*tensors: Tensor | None, **keywords: Any) -> Any:

@@ -1,4 +1,5 @@
-"""What `forward` accepts: one list of rules, each with its message.
+"""What `forward` accepts: one list of rules, each with its message. Those for what else than q, k
+and v there is are in options.py.
 
 A plain call on a GPU does not come here. The op refuses what is unsafe, and then `refusal` says
 why. All other calls (traced, transformed, on the CPU) ask `refusal` first.
@@ -7,7 +8,6 @@ why. All other calls (traced, transformed, on the CPU) ask `refusal` first.
 from __future__ import annotations
 
 import numbers
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,6 +23,20 @@ GPU_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What `arch` may be.
 ARCHS = ("sm80", "sm90")
+
+#: What the kernels do not serve yet, while the CPU does. The op on CUDA has the same list
+#: (csrc/cute_fa2/torch/tensors.h: check_served).
+NOT_ON_GPUS = (
+    "learnable_sink",
+    "alibi_slopes",
+    "bias",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "key_start",
+    "softcap",
+)
 
 #: What to use instead where flash_cute cannot.
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -46,18 +60,25 @@ def refusal(
     softmax_scale: Any = None,
     arch: Any = None,
     deterministic: Any = None,
+    *,
+    is_packed: bool = False,
 ) -> Exception | None:
-    """The first reason for which `forward` cannot take these arguments, to be raised; else None."""
+    """The first reason for which `forward` cannot take these arguments, to be raised; else None.
+    With `is_packed`, `forward_varlen`."""
     tensors = (("q", q), ("k", k), ("v", v))
     for name, x in tensors:
         if not isinstance(x, Tensor):
             return TypeError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
         if x.is_nested or x.layout != torch.strided:
-            kind = "nested" if x.is_nested else _name(x.layout)
+            kind = "nested" if x.is_nested else name_of(x.layout)
             mend = "pad it" if x.is_nested else "call to_dense()"
             return TypeError(f"{name} is a {kind} tensor: it must be dense; {mend}, or use {SDPA}")
-        if x.dim() != 4:
-            dims = "4 dimensions, (batch, heads, length, head dim)"
+        if x.dim() != (3 if is_packed else 4):
+            dims = (
+                "3 dimensions, (tokens, heads, head dim), as cu_seqlens_q is given"
+                if is_packed
+                else "4 dimensions, (batch, heads, length, head dim)"
+            )
             return ValueError(f"{name} has shape {tuple(x.shape)}: it must have {dims}")
 
     for name, x in tensors[1:]:
@@ -65,24 +86,26 @@ def refusal(
             devices = f"{name} is on {x.device} and q on {q.device}"
             return ValueError(f"{devices}: they must be on the same device")
         if x.dtype != q.dtype:
-            dtypes = f"{name} is {_name(x.dtype)} and q is {_name(q.dtype)}"
+            dtypes = f"{name} is {name_of(x.dtype)} and q is {name_of(q.dtype)}"
             return TypeError(f"{dtypes}: they must have the same dtype")
     if (reason := why_not(q.device, q.dtype)) is not None:
         kind, text = reason
-        text = f"q is {_name(q.dtype)} on {q.device}: {text}"
+        text = f"q is {name_of(q.dtype)} on {q.device}: {text}"
         return TypeError(text) if kind == "dtype" else ValueError(text)
 
-    if not 0 < q.shape[3] <= MAX_HEAD_DIM:
-        shape = f"{q.shape[3]} (shape {tuple(q.shape)})"
+    if not 0 < q.shape[-1] <= MAX_HEAD_DIM:
+        shape = f"{q.shape[-1]} (shape {tuple(q.shape)})"
         return ValueError(f"q has head dim {shape}: it must be 1 to {MAX_HEAD_DIM}")
-    for name, x, other_name, other, dim, what in (
-        ("k", k, "q", q, 0, "batch size"),
-        ("v", v, "q", q, 0, "batch size"),
-        ("k", k, "q", q, 3, "head dim"),
-        ("v", v, "q", q, 3, "head dim"),
+    length = 0 if is_packed else 2
+    equal = [
+        ("k", k, "q", q, -1, "head dim"),
+        ("v", v, "q", q, -1, "head dim"),
         ("v", v, "k", k, 1, "number of heads"),
-        ("v", v, "k", k, 2, "length"),
-    ):
+        ("v", v, "k", k, length, "length"),
+    ]
+    if not is_packed:
+        equal[:0] = [(name, x, "q", q, 0, "batch size") for name, x in tensors[1:]]
+    for name, x, other_name, other, dim, what in equal:
         if x.shape[dim] != other.shape[dim]:
             this = f"{name} has {what} {x.shape[dim]} (shape {tuple(x.shape)})"
             that = f"{other_name} has {other.shape[dim]} (shape {tuple(other.shape)})"
@@ -93,27 +116,34 @@ def refusal(
         return ValueError(f"{heads}: q's must be a multiple of k's and v's")
     for name, x in tensors[:2]:
         # Of a dynamic length this would become a limit. The op asks again.
-        is_known = not torch.compiler.is_compiling() and isinstance(x.shape[2], int)
-        if is_known and x.shape[2] > MAX_LENGTH:
-            return ValueError(f"{name} has length {x.shape[2]}: it must be at most {MAX_LENGTH}")
+        is_known = not torch.compiler.is_compiling() and isinstance(x.shape[length], int)
+        if is_known and x.shape[length] > MAX_LENGTH:
+            return ValueError(
+                f"{name} has length {x.shape[length]}: it must be at most {MAX_LENGTH}"
+            )
 
     if not isinstance(is_causal, bool):
-        return TypeError(f"is_causal is {_shown(is_causal)}: it must be True or False")
-    if softmax_scale is not None and not _is_real(softmax_scale):
+        return TypeError(f"is_causal is {shown(is_causal)}: it must be True or False")
+    if softmax_scale is not None and not is_real(softmax_scale):
         allowed = "a float, an int, or None for 1/sqrt(D)"
-        return TypeError(f"softmax_scale is {_shown(softmax_scale)}: it must be {allowed}")
-    if softmax_scale is not None and not _is_finite(softmax_scale):
-        return ValueError(f"softmax_scale is {_shown(softmax_scale)}: it must be finite")
+        return TypeError(f"softmax_scale is {shown(softmax_scale)}: it must be {allowed}")
+    if softmax_scale is not None and not is_finite(softmax_scale):
+        return ValueError(f"softmax_scale is {shown(softmax_scale)}: it must be finite")
     if deterministic is not None and not isinstance(deterministic, bool):
         allowed = "True, False, or None for torch.are_deterministic_algorithms_enabled()"
-        return TypeError(f"deterministic is {_shown(deterministic)}: it must be {allowed}")
+        return TypeError(f"deterministic is {shown(deterministic)}: it must be {allowed}")
     return None if arch is None else _refusal_of_arch(arch, q.device)
 
 
-def refusal_of_derivatives(q: Tensor, k: Tensor, v: Tensor) -> Exception | None:
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """Of the LSE to a q (B, H, N, D) or packed (T, H, D)."""
+    return tuple(q.shape[:3]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def refusal_of_derivatives(tensors: dict[str, Tensor | None]) -> Exception | None:
     """As `refusal`, if there is a forward-mode tangent."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if has_tangent(x):
+    for name, x in tensors.items():
+        if x is not None and has_tangent(x):
             return NotImplementedError(f"{name} carries a forward-mode tangent: {NO_TANGENT}")
     return None
 
@@ -124,14 +154,14 @@ def refusal_of_results(
     """As `refusal`, of what else the backward gets: the forward's results and their gradients."""
     for name, x, shape, dtype in (
         ("out", out, q.shape, q.dtype),
-        ("softmax_lse", lse, q.shape[:3], torch.float32),
+        ("softmax_lse", lse, lse_shape(q), torch.float32),
         ("dout", dout, q.shape, q.dtype),
-        ("dlse", dlse, q.shape[:3], torch.float32),
+        ("dlse", dlse, lse_shape(q), torch.float32),
     ):
         if x is not None and x.shape != shape:
             return ValueError(f"{name} has shape {tuple(x.shape)}: it must be {tuple(shape)}")
         if x is not None and x.dtype != dtype:
-            return TypeError(f"{name} is {_name(x.dtype)}: it must be {_name(dtype)}")
+            return TypeError(f"{name} is {name_of(x.dtype)}: it must be {name_of(dtype)}")
         if x is not None and x.device != q.device:
             return ValueError(f"{name} is on {x.device} and q on {q.device}: they must be the same")
     return None
@@ -149,14 +179,14 @@ def has_tangent(x: Tensor) -> bool:
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
 
 
-def _is_real(scale: Any) -> bool:
+def is_real(scale: Any) -> bool:
     if isinstance(scale, _NUMBERS):
         return not isinstance(scale, bool)
     is_traced = _is_number_of_compiler(scale) or _is_number_of_trace(scale)
     return is_traced or isinstance(scale, numbers.Real)  # as NumPy's scalars are
 
 
-def _is_finite(scale: Any) -> bool:
+def is_finite(scale: Any) -> bool:
     if not isinstance(scale, _NUMBERS):
         if _is_number_of_compiler(scale):
             return True  # it has no value yet: the op asks
@@ -164,7 +194,8 @@ def _is_finite(scale: Any) -> bool:
             scale = float(scale)  # NumPy would compare in the scalar's own dtype
         except OverflowError:
             return False
-    return bool(-sys.float_info.max <= scale <= sys.float_info.max)
+    # Of sys.float_info.max Dynamo would make a variable, and compile the graph twice.
+    return bool(-1.7976931348623157e308 <= scale <= 1.7976931348623157e308)
 
 
 def _is_number_of_compiler(scale: Any) -> bool:
@@ -202,7 +233,7 @@ def why_not(device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
     dtypes = GPU_DTYPES if device.type == "cuda" else CPU_DTYPES
     if dtype not in dtypes:
         use_instead = f"; cast it, or use {SDPA}" if dtype.is_floating_point else ""
-        *most, last = map(_name, dtypes)
+        *most, last = map(name_of, dtypes)
         return "dtype", f"on this device it can be {', '.join(most)} or {last}{use_instead}"
     if (gpu := _gpu(device)) is not None and gpu[0] < 8:
         return "device", f"this GPU ({gpu[1]}) is too old: 8.0 (Ampere) is the least; use {SDPA}"
@@ -213,7 +244,7 @@ def _refusal_of_arch(arch: Any, device: torch.device) -> Exception | None:
     """As `refusal`, of an `arch` that is not None."""
     allowed = ", ".join(map(repr, ARCHS)) + " or None for the default"
     if not isinstance(arch, str):
-        return TypeError(f"arch is {_shown(arch)}: it must be {allowed}")
+        return TypeError(f"arch is {shown(arch)}: it must be {allowed}")
     if arch not in ARCHS:
         return ValueError(f"arch is {arch!r}: it must be {allowed}")
     if device.type == "cpu":
@@ -239,11 +270,11 @@ def _gpu(device: torch.device) -> tuple[int, str] | None:
     return major, f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
-def _name(x: torch.dtype | torch.layout) -> str:
+def name_of(x: torch.dtype | torch.layout) -> str:
     return str(x).removeprefix("torch.")
 
 
-def _shown(x: Any) -> str:
+def shown(x: Any) -> str:
     """The argument's type and, where it is short, its value."""
     text = repr(x)
     kind = type(x)

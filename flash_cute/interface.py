@@ -1,4 +1,4 @@
-"""The public function."""
+"""The public functions of attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
-from flash_cute import checks, ops, sharding
+from flash_cute import checks, ops, options, sharding
 from flash_cute.autograd import below_autograd
 from flash_cute.transforms import autocast
 
@@ -20,6 +20,10 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _functorch_level = torch._C._functorch.maybe_current_level
 _has_function_mode = torch._C._is_torch_function_mode_enabled
 
+# Defaults, to be known again. Of a default 0.0 Dynamo would make a variable.
+_OPEN, _OFF = (-1, -1), 0
+Window = tuple["int | None", "int | None"]
+
 
 def forward(
     q: Tensor,
@@ -28,7 +32,15 @@ def forward(
     is_causal: bool = False,
     softmax_scale: float | None = None,
     *,
+    window_size: Window = _OPEN,
+    softcap: float | None = _OFF,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    key_start: Tensor | None = None,
     deterministic: bool | None = None,
+    out: Tensor | None = None,
     arch: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention: softmax(softmax_scale * q @ k^T) @ v for each head, without the matrix of
@@ -47,10 +59,26 @@ def forward(
         is_causal: query i sees only the keys j <= i + Nk - Nq (aligned to the bottom right corner;
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
+        window_size: (left, right): query i sees only the keys from d - left to d + right, both
+            included, where d = i + Nk - Nq is the key on its diagonal. -1 or None is open. With
+            `is_causal`, right is 0: (W - 1, 0) then sees W keys.
+        softcap: c > 0 makes c * tanh(s / c) of each scaled score s. 0 or None is off.
+        alibi_slopes: (Hq,) or (B, Hq), fp32. slope * |d - j| is taken from the score of key j. They
+            have no gradient.
+        bias: (B, Hq, Nq, Nk), or 1 in place of some of these; q's dtype or fp32. It is added to the
+            scores after `softcap`. -inf hides a key.
+        learnable_sink: (Hq,), fp32, fp16 or bf16 (or q's dtype): the score of one more key for each
+            head, whose value is 0. Scale, softcap, bias and mask leave it alone.
+        seqused_k: (B,), int32: sequence b has the keys below seqused_k[b], and Nk above stands for
+            that number, so the diagonal ends at the last key in use. int64 is converted.
+        key_start: (B,), int32: sequence b has the keys from key_start[b] on. The diagonal stays. No
+            key outside of these bounds is read into a result; NaN may stand there.
         deterministic: whether the gradients are to be the same bits each time; None follows
             `torch.are_deterministic_algorithms_enabled()` when they are computed. That takes longer
             on a GPU, where otherwise q's gradient is summed in any order; those of k and v, and on
             the CPU all, are always the same.
+        out: a tensor of q's shape, dtype and device, which is written and returned. Not where
+            gradients are asked for.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
             Ampere on) or "sm90" (on Hopper alone, where they are the default).
 
@@ -59,34 +87,41 @@ def forward(
             in the order in which q's lie in memory. So a projection (B, N, H, D), transposed to
             (B, H, N, D), comes back ready to be viewed as (B, N, H * D).
         softmax_lse: (B, Hq, Nq), fp32, contiguous: the natural logarithm of the sum of the
-            exponentials of a row's scaled scores.
+            exponentials of a row's scores, as the softmax sees them; of the sink, too.
 
-        A row that sees no key has out = 0 and softmax_lse = -inf.
+        A row that sees no key has out = 0, and softmax_lse = -inf or the sink.
 
-        Both results are differentiable in q, k and v. A gradient has the dtype of its tensor and
-        the strides of `torch.empty_like` of it. There are no second derivatives and no forward-mode
-        ones.
+        Both results are differentiable in q, k, v, bias and learnable_sink. A gradient has the
+        shape and dtype of its tensor and the strides of `torch.empty_like` of it. There are no
+        second derivatives and no forward-mode ones.
 
     Raises:
         TypeError: an argument's type or dtype is not one of those above.
-        ValueError: shapes or devices do not go together, the scale is NaN or infinite, or the GPU
-            is too old, or not one that runs `arch`.
+        ValueError: shapes or devices do not go together, the scale is NaN or infinite, the softcap
+            is too, or below 0, a side of the window is below -1, alibi_slopes requires a gradient,
+            or out is given where one is asked for, or the GPU is too old, or not one that runs
+            `arch`.
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this scale.
-        NotImplementedError: an input carries a forward-mode tangent. Taking a second derivative
-            raises it, too.
+        NotImplementedError: an input carries a forward-mode tangent, or the kernels do not serve
+            an argument that the CPU does. Taking a second derivative raises it, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
-    current stream of q's device; nothing waits for it.
+    current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are
+    not checked. With FLASH_CUTE_CHECK=1 in the environment they are, outside of compiled code,
+    which waits; a wrong one raises ValueError.
     """
     if (
         not _is_dynamo_compiling()  # first, as Dynamo cannot trace the others
         and type(q) is type(k) is type(v) is Tensor
         and type(is_causal) is bool
         and (softmax_scale is None or type(softmax_scale) is float)
-        and arch is None
+        and (window_size is _OPEN or (type(window_size) is tuple and window_size == _OPEN))
+        and (softcap is _OFF or softcap is None or (type(softcap) is float and softcap == 0.0))
+        and alibi_slopes is bias is learnable_sink is seqused_k is key_start is out is None
         and deterministic is None
+        and arch is None
         and forward_ad._current_level < 0
         and _functorch_level() is None
         and not _has_function_mode()
@@ -108,25 +143,184 @@ def forward(
                 raise
         raise error
 
+    return _general(
+        forward,
+        *(q, k, v),
+        is_causal=is_causal,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        learnable_sink=learnable_sink,
+        seqused_k=seqused_k,
+        key_start=key_start,
+        deterministic=deterministic,
+        out=out,
+        arch=arch,
+    )
+
+
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: Window = _OPEN,
+    softcap: float | None = _OFF,
+    alibi_slopes: Tensor | None = None,
+    bias: None = None,
+    learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    key_start: Tensor | None = None,
+    deterministic: bool | None = None,
+    out: Tensor | None = None,
+    arch: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `forward`, of sequences of any lengths that lie one after the other: packed.
+
+    Args:
+        q: (T, Hq, D), the queries of all sequences; otherwise as those of `forward`.
+        k: (Tk, Hkv, D).
+        v: as k.
+        cu_seqlens_q: (B + 1,), int32, on q's device: sequence b has the rows of q from
+            cu_seqlens_q[b] to below cu_seqlens_q[b + 1]. The first is 0; none is below the one
+            before; equal ones are an empty sequence. int64 is converted.
+        cu_seqlens_k: the same of k and v; None means cu_seqlens_q.
+        max_seqlen_q, max_seqlen_k: the longest length, which other interfaces ask for. They change
+            no result, right or wrong.
+        seqused_q: (B,), int32: sequence b has only its first seqused_q[b] queries.
+        seqused_k, key_start: (B,), int32, as in `forward`, counted from a sequence's first key.
+        alibi_slopes: (Hq,) or (B, Hq).
+        bias: must be None: packed sequences have none.
+        is_causal, softmax_scale, window_size, softcap, learnable_sink, deterministic, out, arch: as
+            in `forward`, with the lengths of each sequence in place of Nq and Nk.
+
+    Returns:
+        out: (T, Hq, D), as `forward`'s.
+        softmax_lse: (Hq, T), fp32, contiguous.
+
+        A row of q that no sequence has, beyond the last or beyond seqused_q, has out = 0 and
+        softmax_lse = -inf.
+
+    Raises:
+        As `forward`. Of the values of lengths nothing is checked but with FLASH_CUTE_CHECK=1, which
+        also wants cu_seqlens_q and cu_seqlens_k to end with T and Tk.
+
+    A sequence's results depend on no other's tensors; NaN does not pass. Nothing waits for the
+    device.
+    """
+    return _general(
+        forward_varlen,
+        *(q, k, v),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        is_causal=is_causal,
+        softmax_scale=softmax_scale,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        learnable_sink=learnable_sink,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        key_start=key_start,
+        deterministic=deterministic,
+        out=out,
+        arch=arch,
+    )
+
+
+def _general(
+    function: Callable[..., Any], q: Any, k: Any, v: Any, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """A call of any kind. `arguments` are those of the public `function`."""
+    given = q, k, v
     q, k, v = autocast(q), autocast(k), autocast(v)
-    error = checks.refusal(q, k, v, is_causal, softmax_scale, arch, deterministic)
-    error = error or checks.refusal_of_derivatives(q, k, v)
+    tensors = {name: arguments.get(name) for name in ops.OPTIONAL}
+    for name in _LENGTHS:
+        tensors[name] = options.lengths_of(tensors[name])
+    if tensors["cu_seqlens_k"] is None:
+        tensors["cu_seqlens_k"] = tensors["cu_seqlens_q"]
+    if isinstance(bias := tensors["bias"], Tensor) and bias.dtype != torch.float32:
+        tensors["bias"] = autocast(bias)
+    error = _refusal(function, q, k, v, tensors, arguments)
     if error is not None:
-        if any(isinstance(x, torch.fx.Proxy) for x in (q, k, v)):
+        if any(isinstance(x, torch.fx.Proxy) for x in given):
             # torch.fx.symbolic_trace takes the call down; it is checked when it is made.
-            keywords = {"deterministic": deterministic, "arch": arch}
-            return handle_torch_function(
-                forward, (q, k, v), q, k, v, is_causal, softmax_scale, **keywords
+            traced: tuple[Tensor, Tensor] = handle_torch_function(
+                function, given, *given, **arguments
             )
+            return traced
         raise error
     sharding.register()
-    # The causal mask's offset is left to the op: torch.jit.trace would keep that of the lengths
-    # that it has seen. Likewise the scale: torch.compile would guard its head dim.
+    left, right = map(options.side_of, arguments["window_size"])
+    softmax_scale, softcap = arguments["softmax_scale"], arguments["softcap"]
+    out, arch = arguments["out"], arguments["arch"]
+    # The diagonal's offset is left to the op: torch.jit.trace would keep that of the lengths that
+    # it has seen. Likewise the scale: torch.compile would guard its head dim.
     results: tuple[Tensor, Tensor] = ops.fwd(
         *(q, k, v),
+        *(tensors.values() if any(x is not None for x in tensors.values()) else ()),
         softmax_scale=None if softmax_scale is None else float(softmax_scale),
-        window_right=0 if is_causal else -1,
-        deterministic=deterministic,
+        window_left=left,
+        window_right=0 if arguments["is_causal"] else right,
+        softcap=float(softcap) if softcap else 0.0,
+        deterministic=arguments["deterministic"],
         tuning=None if arch is None else f"arch={arch.removeprefix('sm')}",
     )
-    return results
+    if out is None:
+        return results
+    with torch.no_grad():
+        return out.copy_(results[0]), results[1]
+
+
+_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "key_start")
+
+
+def _refusal(
+    function: Callable[..., Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    tensors: dict[str, Any],
+    arguments: dict[str, Any],
+) -> Exception | None:
+    """The first reason for which the call cannot be, to be raised; else None."""
+    is_packed = function is forward_varlen
+    if is_packed and not isinstance(tensors["cu_seqlens_q"], Tensor):
+        kind = type(tensors["cu_seqlens_q"]).__name__
+        return TypeError(f"cu_seqlens_q is a {kind}: it must be a torch.Tensor")
+    scalars = (arguments[name] for name in ("is_causal", "softmax_scale", "arch", "deterministic"))
+    error = checks.refusal(q, k, v, *scalars, is_packed=is_packed)
+    softcap, out = arguments["softcap"], arguments["out"]
+    if softcap is None:
+        softcap = 0.0
+    if is_packed and arguments["cu_seqlens_k"] is None and not error and k.shape[0] != q.shape[0]:
+        return ValueError(
+            f"k has {k.shape[0]} tokens, q has {q.shape[0]} and cu_seqlens_k is None: they must be "
+            "equal, or cu_seqlens_k given"
+        )
+    given = {"q": q, "k": k, "v": v, **tensors}
+    error = (
+        error
+        or options.refusal_of_window(arguments["window_size"])
+        or options.refusal_of_softcap(softcap)
+        or options.refusal_of_tensors(q, k, tensors)
+        or options.refusal_on_gpus(q.device, tensors, softcap)
+        or (None if out is None else options.refusal_of_out(q, out))
+        or options.refusal_of_gradients(given, out)
+        or checks.refusal_of_derivatives(given)
+    )
+    if error is not None or _is_dynamo_compiling() or not options.looks_at_values():
+        return error
+    # Other classes may have no values.
+    is_plain = all(x is None or type(x) is Tensor for x in (q, *tensors.values()))
+    return options.refusal_of_values(q, k, tensors) if is_plain else None

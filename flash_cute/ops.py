@@ -41,11 +41,23 @@ def _load(library: Path) -> None:
 
 _load(LIBRARY)
 
-#: fwd(q, k, v, *, softmax_scale=None, window_left=-1, window_right=-1, diagonal_offset=None,
-#: deterministic=None, tuning=None) -> (out, softmax_lse).
+#: The tensors that both ops take if they are given, in their order there.
+OPTIONAL = (
+    "learnable_sink",
+    "alibi_slopes",
+    "bias",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "key_start",
+)
+#: fwd(q, k, v, *OPTIONAL, *, softmax_scale=None, window_left=-1, window_right=-1,
+#: diagonal_offset=None, softcap=0.0, deterministic=None, tuning=None) -> (out, softmax_lse).
 fwd = torch.ops.flash_cute.fwd.default
-#: bwd(dout, q, k, v, out, softmax_lse, dlse=None, *, as fwd, with deterministic=False) -> (dq, dk,
-#: dv). A dout or dlse that is None counts as zeros.
+#: bwd(dout, q, k, v, out, softmax_lse, dlse=None, *OPTIONAL, *, as fwd, with deterministic=False,
+#: bias_grad=False) -> (dq, dk, dv, dsink, dbias). A dout or dlse that is None counts as zeros.
+#: dsink and dbias have no elements where there is no sink, or where `bias_grad` asks for none.
 bwd = torch.ops.flash_cute.bwd.default
 
 

@@ -13,39 +13,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flash_cute.scores import (
+    band_of,
+    change,
+    per_sequence,
+    scale_of,
+    visible_keys,
+    visible_mask,
+    visible_rows,
+)
 
-def visible_keys(
-    rows: Tensor, len_k: int, window_left: int, window_right: int, diagonal_offset: int
-) -> tuple[Tensor, Tensor]:
-    """The mask: for each query row, the first key it sees and one past the last. Without a key, end
-    <= begin.
-
-    The diagonal is at key i + diagonal_offset of row i. The row sees from `window_left` keys before
-    it to `window_right` keys after it; a window of -1 has no bound on its side. Both results never
-    decrease from a row to the next.
-    """
-    level = rows + diagonal_offset
-    begin = torch.zeros_like(rows) if window_left < 0 else (level - window_left).clamp(min=0)
-    end = (
-        torch.full_like(rows, len_k)
-        if window_right < 0
-        else (level + window_right + 1).clamp(max=len_k)
-    )
-    return begin, end
-
-
-def visible_rows(
-    keys: Tensor, len_q: int, window_left: int, window_right: int, diagonal_offset: int
-) -> tuple[Tensor, Tensor]:
-    """The mask's inverse: for each key, the first query row that sees it and one past the last.
-    Without a row, end <= begin.
-
-    It is `visible_keys` with the roles exchanged: the diagonal is at row j - diagonal_offset of key
-    j, and the rows before it look to their right. Both results never decrease, so the rows that see
-    any key of a block lie between `begin` of its first key and `end` of its last. Those between
-    `begin` of its last key and `end` of its first see them all.
-    """
-    return visible_keys(keys, len_q, window_right, window_left, -diagonal_offset)
+__all__ = [
+    "attention",
+    "attention_backward",
+    "attention_backward_blockwise",
+    "attention_blockwise",
+    "in_use",
+    "repeat_heads",
+    "softmax",
+    "sum_heads",
+    "visible_keys",
+    "visible_mask",
+    "visible_rows",
+]
 
 
 def attention(
@@ -58,6 +48,13 @@ def attention(
     window_left: int = -1,
     window_right: int = -1,
     diagonal_offset: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    key_start: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q @ k^T) @ v and the log-sum-exp of the scaled scores, computed and returned
@@ -65,18 +62,25 @@ def attention(
 
     Takes memory for all Nq x Nk scores. The windows are those of `visible_keys`; diagonal_offset
     None is Nk - Nq, the bottom right corner. `is_causal` stands for window_right = 0 there.
-    """
-    len_q, len_k = q.shape[2], k.shape[2]
-    scale = scale_of(q, softmax_scale)
-    band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
-    q, k, v = _in_dtype(q, k, v, dtype)
-    visible = visible_mask(len_q, len_k, *band, device=q.device)
 
-    scores = (q @ k.mT) * scale  # (B, Hq, Nq, Nk)
-    scores = scores.masked_fill(~visible, -math.inf)
-    lse = torch.logsumexp(scores, dim=-1)
-    # A row without a key has lse = -inf; its weights are NaN, from -inf - -inf, and its out is 0.
-    weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)
+    `scores.change` says what softcap, bias and slopes make of a score, `scores.visible_mask` what
+    the lengths leave of a sequence. The sink is one more column of scores, whose value is 0. Rows
+    past `seqused_q` have out = 0 and lse = -inf.
+    """
+    band = band_of(
+        q, k, is_causal, window_left, window_right, diagonal_offset, seqused_q, seqused_k
+    )
+    lengths = seqused_q, seqused_k, key_start
+    visible = visible_mask(q.shape[2], k.shape[2], *band, q.device, *lengths)
+    q, k, v = (x.to(dtype) for x in in_use(q, k, v, *lengths))
+    k, v = repeat_heads(k, q), repeat_heads(v, q)
+
+    scores = (q @ k.mT) * scale_of(q, softmax_scale)  # (B, Hq, Nq, Nk)
+    changes = {"softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias}
+    scores = change(scores, band[2], **changes).masked_fill(~visible, -math.inf)  # type: ignore[arg-type]
+    lse, weights = softmax(scores, learnable_sink, seqused_q)
+    # A row without a key has out = 0.
+    weights = weights.masked_fill(~visible, 0.0)
     return (weights @ v).masked_fill(~visible.any(-1, keepdim=True), 0.0), lse
 
 
@@ -92,45 +96,72 @@ def attention_backward(
     window_left: int = -1,
     window_right: int = -1,
     diagonal_offset: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    key_start: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The gradients (dq, dk, dv) of a loss whose gradients by `attention`'s results are dout and
-    dlse, computed and returned in `dtype`. None stands for zeros.
+    dlse, computed and returned in `dtype`. None stands for zeros. Behind them come dsink, if there
+    is a sink, and dbias, if there is a bias.
 
-    With S = scale * Q K^T, P = softmax(S), O = P V, and by each row LSE = logsumexp(S):
+    With T = scale * Q K^T, S what `change` makes of T, P = softmax(S), O = P V, and by each row LSE
+    = logsumexp(S):
 
         dV = P^T dO
         dP = dO V^T
         dS = P * (dP - delta),  delta = rowsum(dO * O) - dLSE
-        dQ = scale * dS K
-        dK = scale * dS^T Q
+        dT = dS * (1 - tanh(T / softcap)^2),  or dS without softcap
+        dQ = scale * dT K
+        dK = scale * dT^T Q
+        dbias = dS, summed over what the bias broadcasts
+        dsink = -sum of e^(sink - LSE) * delta over the rows of a head
 
     The row sums come of the softmax: dS = P * (dP - rowsum(P * dP)), and rowsum(P * dP) = dO V^T
-    P^T = rowsum(dO * O). As d LSE / dS = P, a gradient by the LSE only shifts them. A head of k and
-    v gets the sum over the query heads that share it.
+    P^T = rowsum(dO * O). As d LSE / dS = P, a gradient by the LSE only shifts them. The sink is a
+    column of S with dP = 0. A head of k and v gets the sum over the query heads that share it.
     """
     scale = scale_of(q, softmax_scale)
-    band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
-    visible = visible_mask(q.shape[2], k.shape[2], *band, device=q.device)
-    sees_key = visible.any(-1)  # (Nq,)
+    band = band_of(
+        q, k, is_causal, window_left, window_right, diagonal_offset, seqused_q, seqused_k
+    )
+    lengths = seqused_q, seqused_k, key_start
+    visible = visible_mask(q.shape[2], k.shape[2], *band, q.device, *lengths)
     dout = torch.zeros_like(q) if dout is None else dout
     dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse
-    q_heads, k_heads, v_heads = _in_dtype(q, k, v, dtype)
     dout, dlse = dout.to(dtype), dlse.to(dtype)
-    # What a row without a key hands out is constant. Its dout and dlse may be NaN, as those of
-    # functions of -inf are.
-    dout = torch.where(sees_key[:, None], dout, 0.0)
-    dlse = torch.where(sees_key, dlse, 0.0)
+    q_heads, k_heads, v_heads = (x.to(dtype) for x in in_use(q, k, v, *lengths))
+    k_heads, v_heads = repeat_heads(k_heads, q), repeat_heads(v_heads, q)
 
-    scores = ((q_heads @ k_heads.mT) * scale).masked_fill(~visible, -math.inf)
-    weights = torch.softmax(scores, dim=-1).masked_fill(~visible, 0.0)  # P
+    uncapped = (q_heads @ k_heads.mT) * scale  # T
+    changes = {"softcap": softcap, "alibi_slopes": alibi_slopes, "bias": bias}
+    scores = change(uncapped, band[2], **changes).masked_fill(~visible, -math.inf)  # type: ignore[arg-type]
+    lse, weights = softmax(scores, learnable_sink, seqused_q)
+    weights = weights.masked_fill(~visible, 0.0)  # P
+    # What a row without a key hands out is constant. Its dout and dlse may be NaN, as those of
+    # functions of -inf are. With a sink its LSE is the sink.
+    dout = torch.where(visible.any(-1, keepdim=True), dout, 0.0)
+    dlse = torch.where(lse == -math.inf, 0.0, dlse)
     delta = (dout * (weights @ v_heads)).sum(-1) - dlse
     dweights = dout @ v_heads.mT  # dP
     dscores = weights * (dweights - delta[..., None])  # dS
-    dq = scale * (dscores @ k_heads)
-    dk = scale * (dscores.mT @ q_heads)
+    duncapped = dscores
+    if softcap:
+        duncapped = dscores * (1 - torch.tanh(uncapped / softcap) ** 2)
+    dq = scale * (duncapped @ k_heads)
+    dk = scale * (duncapped.mT @ q_heads)
     dv = weights.mT @ dout
-    return dq, sum_heads(dk, k), sum_heads(dv, v)
+    gradients = [dq, sum_heads(dk, k), sum_heads(dv, v)]
+    if learnable_sink is not None:
+        share = (learnable_sink.to(dtype)[:, None] - lse).exp().masked_fill(lse == -math.inf, 0.0)
+        gradients.append(-(share * delta).sum((0, 2)))
+    if bias is not None:
+        gradients.append(dscores.sum_to_size(bias.shape))
+    return tuple(gradients)
 
 
 def attention_blockwise(
@@ -158,7 +189,7 @@ def attention_blockwise(
     len_q, len_k = q.shape[2], k.shape[2]
     scale = scale_of(q, softmax_scale)
     band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
-    q, k, v = _in_dtype(q, k, v, dtype)
+    q, k, v = q.to(dtype), repeat_heads(k, q).to(dtype), repeat_heads(v, q).to(dtype)
     # The scale's sign goes into Q, its size into the exponent: e^(scale * s) = 2^(scale_log2 * s).
     # So the greatest score is the greatest exponent, and a mask of -inf never meets a factor of 0
     # or below; of a scale of 0, the 0 goes into Q. A normal number of `dtype` is neither 0 nor inf.
@@ -286,44 +317,34 @@ def attention_backward_blockwise(
     return scale * dq[:, :, :, :len_q].flatten(1, 2), scale * dk, dv
 
 
-def visible_mask(
-    len_q: int,
-    len_k: int,
-    window_left: int,
-    window_right: int,
-    diagonal_offset: int,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Which row sees which key, (Nq, Nk)."""
-    rows, keys = torch.arange(len_q, device=device), torch.arange(len_k, device=device)
-    begin, end = visible_keys(rows, len_k, window_left, window_right, diagonal_offset)
-    return (begin[:, None] <= keys) & (keys < end[:, None])
+def softmax(scores: Tensor, sink: Tensor | None, seqused_q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The LSE and the weights of masked scores (B, H, Nq, Nk). The sink, (H,), is one more column:
+    it counts in both and has no weight of its own. Rows past `seqused_q` do not have it."""
+    len_q, len_k = scores.shape[2:]
+    if sink is not None:
+        rows = torch.arange(len_q, device=scores.device)[:, None]
+        column = sink.to(scores.dtype)[:, None, None]
+        column = torch.where(rows < per_sequence(seqused_q, len_q), column, -math.inf)
+        scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    # A row without a key has lse = -inf, and weights of NaN, from -inf - -inf.
+    weights = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf)[..., None], 0.0)
+    return lse, weights[..., :len_k]
 
 
-def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """The scale, which is 1/sqrt(D) by default."""
-    return 1.0 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
-
-
-def band_of(
+def in_use(
     q: Tensor,
     k: Tensor,
-    is_causal: bool,
-    window_left: int,
-    window_right: int,
-    diagonal_offset: int | None,
-) -> tuple[int, int, int]:
-    """The mask as `visible_keys` takes it: window_left, window_right, diagonal_offset."""
-    bottom_right = k.shape[2] - q.shape[2]
-    if is_causal:
-        return -1, 0, bottom_right
-    return window_left, window_right, bottom_right if diagonal_offset is None else diagonal_offset
-
-
-def _in_dtype(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs in `dtype`, each head of k and v repeated for the query heads that share it."""
-    k, v = repeat_heads(k, q), repeat_heads(v, q)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    v: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    key_start: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs with zeros where the lengths leave them out: NaN may stand there."""
+    rows, keys = (torch.arange(x.shape[2], device=q.device)[:, None] for x in (q, k))
+    unused_q = rows >= per_sequence(seqused_q, q.shape[2])
+    unused_k = (keys >= per_sequence(seqused_k, k.shape[2])) | (keys < per_sequence(key_start, 0))
+    return q.masked_fill(unused_q, 0), k.masked_fill(unused_k, 0), v.masked_fill(unused_k, 0)
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:

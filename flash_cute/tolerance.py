@@ -10,20 +10,25 @@ inputs' dtype, step by step:
 The LSE's greatest error may be 1e-5, and more only where scores are far from ordinary size. NaN and
 infinities must stand where they stand in the exact result.
 
-For gradients the rule is the same, for dq, dk and dv apart. The exact ones are
-`reference.attention_backward`'s, and the yardstick is its formula, step by step: P and dS in fp32
-are rounded to the dtype, as all products are.
+Softcap, slopes and bias change scores in that dtype. A sink is one more column.
+
+For gradients the rule is the same, for dq, dk and dv apart, and for dsink and dbias. The exact ones
+are `reference.attention_backward`'s, and the yardstick is its formula, step by step: P and dS in
+fp32 are rounded to the dtype, as all products are.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_cute import reference
+from flash_cute.scores import band_of, change, scale_of, visible_mask
 
 LSE_TOLERANCE = 1e-5
 #: Scores up to this size (|q| |k| |scale|, lengths of vectors) are ordinary; beyond it fp32's own
@@ -55,7 +60,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class GradientComparison:
-    """As `Comparison`, of (dq, dk, dv)."""
+    """As `Comparison`, of (dq, dk, dv), and of dsink and dbias where they are compared."""
 
     errors: tuple[float, ...]
     bounds: tuple[float, ...]
@@ -65,7 +70,7 @@ class GradientComparison:
         return all(error <= bound for error, bound in zip(self.errors, self.bounds, strict=True))
 
     def __str__(self) -> str:
-        rows = zip(("dq", "dk", "dv"), self.errors, self.bounds, strict=True)
+        rows = zip(("dq", "dk", "dv", "next", "last"), self.errors, self.bounds, strict=False)
         return ", ".join(f"{name} error {x:.2e} (at most {bound:.2e})" for name, x, bound in rows)
 
 
@@ -77,36 +82,31 @@ def compare(
     v: Tensor,
     is_causal: bool = False,
     softmax_scale: float | None = None,
-    *,
-    window_left: int = -1,
-    window_right: int = -1,
-    diagonal_offset: int | None = None,
+    **options: Any,
 ) -> Comparison:
     """Compares (out, lse), computed for these arguments, with the exact result. Goes through the
     batch one by one, for the sake of memory: an item takes some Hq x Nq x Nk numbers of 8 bytes.
     The arguments are those of `reference.attention`.
     """
-    scale = reference.scale_of(q, softmax_scale)
-    band = reference.band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
-    out_error = lse_error = yardstick_error = largest_out = 0.0
+    scale = scale_of(q, softmax_scale)
+    out_error = lse_error = yardstick_error = largest_out = largest_lse = 0.0
     for b in range(q.shape[0]):
         item = slice(b, b + 1)
         inputs = q[item], k[item], v[item]
-        exact_out, exact_lse = reference.attention(
-            *(*inputs, is_causal, scale),
-            window_left=window_left,
-            window_right=window_right,
-            diagonal_offset=diagonal_offset,
-        )
-        rough_out = _yardstick(*inputs, scale, band)
+        others = _of_item(options, b, q.shape[0])
+        exact_out, exact_lse = reference.attention(*inputs, is_causal, scale, **others)
+        rough_out = _Yardstick(*inputs, is_causal, scale, **others).out
         out_error = max(out_error, _greatest_error(out[item], exact_out))
         lse_error = max(lse_error, _greatest_error(lse[item], exact_lse.float().double()))
+        largest_lse = max(largest_lse, _greatest(exact_lse[exact_lse.isfinite()]))
         # Where the yardstick overflows its dtype it says nothing.
         difference = (rough_out.double() - exact_out).abs()
         yardstick_error = max(yardstick_error, _greatest(difference[difference.isfinite()]))
         largest_out = max(largest_out, _greatest(exact_out[exact_out.isfinite()]))
     out_bound = _bound(yardstick_error, largest_out, q.dtype)
     score = abs(scale) * _longest(q) * _longest(k)
+    if any(options.get(name) is not None for name in ("alibi_slopes", "bias", "learnable_sink")):
+        score = max(score, largest_lse)  # they make scores of any size
     return Comparison(
         out_error, out_bound, lse_error, LSE_TOLERANCE * max(1.0, score / ORDINARY_SCORE)
     )
@@ -122,43 +122,48 @@ def compare_gradients(
     softmax_scale: float | None = None,
     *,
     dlse: Tensor | None = None,
-    window_left: int = -1,
-    window_right: int = -1,
-    diagonal_offset: int | None = None,
+    **options: Any,
 ) -> GradientComparison:
-    """As `compare`, of (dq, dk, dv). The arguments are those of `reference.attention_backward`."""
-    scale = reference.scale_of(q, softmax_scale)
-    band = reference.band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
+    """As `compare`, of (dq, dk, dv), and of dsink and dbias if sink and bias are given. The
+    arguments are those of `reference.attention_backward`."""
+    scale = scale_of(q, softmax_scale)
     dout = torch.zeros_like(q) if dout is None else dout
     dlse = torch.zeros_like(q[..., 0]).float() if dlse is None else dlse
-    errors, yardstick_errors, largest = [0.0] * 3, [0.0] * 3, [0.0] * 3
+    pairs = []  # of each item, the exact gradients and the rough ones
     for b in range(q.shape[0]):
         item = slice(b, b + 1)
-        inputs = dout[item], q[item], k[item], v[item]
-        all_exact = reference.attention_backward(
-            *(*inputs, is_causal, scale),
-            dlse=dlse[item],
-            window_left=window_left,
-            window_right=window_right,
-            diagonal_offset=diagonal_offset,
+        inputs = q[item], k[item], v[item]
+        others = _of_item(options, b, q.shape[0])
+        exact = reference.attention_backward(
+            dout[item], *inputs, is_causal, scale, dlse=dlse[item], **others
         )
-        all_rough = _yardstick_backward(*inputs, dlse[item], scale, band)
-        for i, (actual, exact, rough) in enumerate(
-            zip(gradients, all_exact, all_rough, strict=True)
-        ):
-            errors[i] = max(errors[i], _greatest_error(actual[item], exact))
-            difference = (rough.double() - exact).abs()
-            finite = _greatest(difference[difference.isfinite()])
-            yardstick_errors[i] = max(yardstick_errors[i], finite)
-            largest[i] = max(largest[i], _greatest(exact[exact.isfinite()]))
+        yardstick = _Yardstick(*inputs, is_causal, scale, **others)
+        pairs.append((exact, yardstick.gradients(dout[item], dlse[item])))
+    errors, yardstick_errors, largest = [], [], []
+    for i, actual in enumerate(gradients):
+        items = [(exact[i], rough[i].double()) for exact, rough in pairs]
+        if i >= 3 and items and actual.shape == items[0][0].shape:
+            # The batch shares it: the sum of the items' gradients.
+            parts = [(actual, *(sum(x) for x in zip(*items, strict=True)))]
+        else:
+            parts = [(actual[b : b + 1], *pair) for b, pair in enumerate(items)]
+        differences = [(rough - exact).abs() for _, exact, rough in parts]
+        errors.append(max((_greatest_error(x, exact) for x, exact, _ in parts), default=0.0))
+        yardstick_errors.append(max((_greatest(x[x.isfinite()]) for x in differences), default=0.0))
+        largest.append(
+            max((_greatest(exact[exact.isfinite()]) for _, exact, _ in parts), default=0.0)
+        )
     if q.dtype == torch.float64:
         # The reference is no more exact than this: what cancels in its sums counts as well.
         dout_size = _longest(dout)
         dscore_size = abs(scale) * (dout_size * _longest(v) + _greatest(dlse[dlse.isfinite()]))
-        sizes = dscore_size * _longest(k), dscore_size * _longest(q), dout_size
+        sizes = [dscore_size * _longest(k), dscore_size * _longest(q), dout_size]
+        sizes += [dscore_size] * (len(largest) - 3)
         largest = [max(pair) for pair in zip(largest, sizes, strict=True)]
     score = abs(scale) * _longest(q) * _longest(k)
-    bounds = (_bound(*pair, q.dtype, score) for pair in zip(yardstick_errors, largest, strict=True))
+    # Those of sink and bias are rounded to a dtype of their own.
+    dtypes = (max(q.dtype, dx.dtype, key=lambda dtype: torch.finfo(dtype).eps) for dx in gradients)
+    bounds = map(_bound, yardstick_errors, largest, dtypes, itertools.repeat(score))
     return GradientComparison(tuple(errors), tuple(bounds))
 
 
@@ -170,38 +175,64 @@ def _bound(yardstick_error: float, largest: float, dtype: torch.dtype, score: fl
     return 2 * yardstick_error + ulps * torch.finfo(dtype).eps * largest
 
 
-def _yardstick(q: Tensor, k: Tensor, v: Tensor, scale: float, band: tuple[int, int, int]) -> Tensor:
-    k, v = (reference.repeat_heads(x, q) for x in (k, v))
-    return _yardstick_weights(q, k, scale, band).to(q.dtype) @ v
+def _of_item(options: dict[str, Any], b: int, batch: int) -> dict[str, Any]:
+    """The options of sequence b of a batch."""
+
+    def part(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or name == "learnable_sink" or x.shape[0] != batch:
+            return x
+        return x if name == "alibi_slopes" and x.dim() == 1 else x[b : b + 1]
+
+    return {name: part(name, x) for name, x in options.items()}
 
 
-def _yardstick_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dlse: Tensor,
-    scale: float,
-    band: tuple[int, int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    k_heads, v_heads = (reference.repeat_heads(x, q) for x in (k, v))
-    weights = _yardstick_weights(q, k_heads, scale, band)
-    no_key = (weights == 0).all(-1)
-    dout = dout.masked_fill(no_key[..., None], 0.0)
-    rounded = weights.to(q.dtype)
-    delta = (dout * (rounded @ v_heads)).sum(-1, dtype=weights.dtype) - dlse
-    dweights = dout @ v_heads.mT - delta.masked_fill(no_key, 0.0)[..., None]
-    dscores = (weights * dweights).to(q.dtype)
-    dq, dk, dv = (dscores @ k_heads) * scale, (dscores.mT @ q) * scale, rounded.mT @ dout
-    return dq, reference.sum_heads(dk, k), reference.sum_heads(dv, v)
+class _Yardstick:
+    """What one would write in the dtype of q, step by step."""
 
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *,
+        window_left: int = -1, window_right: int = -1, diagonal_offset: int | None = None,
+        softcap: float = 0.0, learnable_sink: Tensor | None = None,
+        seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+        key_start: Tensor | None = None, **changes: Any,
+    ) -> None:  # fmt: skip
+        used = seqused_q, seqused_k
+        band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset, *used)
+        lengths = seqused_q, seqused_k, key_start
+        visible = visible_mask(q.shape[2], k.shape[2], *band, q.device, *lengths)
+        self.kv = k, v
+        self.scale, self.softcap, self.changes = scale, softcap, changes
+        self.sink = learnable_sink
+        self.q, *kv = reference.in_use(q, k, v, *lengths)
+        self.k, self.v = (reference.repeat_heads(x, q) for x in kv)
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.uncapped = (self.q * scale) @ self.k.mT
+        scores = change(self.uncapped, band[2], softcap=softcap, **changes)
+        scores = scores.masked_fill(~visible, -math.inf).to(dtype)
+        self.lse, weights = reference.softmax(scores, learnable_sink, seqused_q)
+        self.weights = weights.masked_fill(~visible, 0.0)  # 0 in rows without a key
+        self.out = self.weights.to(q.dtype) @ self.v
 
-def _yardstick_weights(q: Tensor, k: Tensor, scale: float, band: tuple[int, int, int]) -> Tensor:
-    """softmax in fp32, or fp64 for such inputs; 0 in rows without a key."""
-    visible = reference.visible_mask(q.shape[2], k.shape[2], *band, device=q.device)
-    scores = ((q * scale) @ k.mT).masked_fill(~visible, -math.inf)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.softmax(scores, dim=-1, dtype=dtype).masked_fill(~visible, 0.0)
+    def gradients(self, dout: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.q, self.k, self.v
+        no_key = (self.weights == 0).all(-1)
+        dout = dout.masked_fill(no_key[..., None], 0.0)
+        delta = (dout * self.out).sum(-1, dtype=self.weights.dtype)
+        delta = delta - dlse.masked_fill(self.lse == -math.inf, 0.0)
+        dweights = dout @ v.mT - delta[..., None]
+        dscores = duncapped = (self.weights * dweights).to(q.dtype)
+        if self.softcap:
+            duncapped = dscores * (1 - torch.tanh(self.uncapped / self.softcap).square())
+        dq, dk = (duncapped @ k) * self.scale, (duncapped.mT @ q) * self.scale
+        dv = self.weights.to(q.dtype).mT @ dout
+        gradients = [dq, reference.sum_heads(dk, self.kv[0]), reference.sum_heads(dv, self.kv[1])]
+        if self.sink is not None:
+            share = (self.sink.to(self.lse.dtype)[:, None] - self.lse).exp()
+            share = share.masked_fill(self.lse == -math.inf, 0.0)
+            gradients.append(-(share * delta).sum((0, 2)))
+        if (bias := self.changes.get("bias")) is not None:
+            gradients.append(dscores.sum_to_size(bias.shape))
+        return tuple(gradients)
 
 
 def _greatest_error(actual: Tensor, exact: Tensor) -> float:

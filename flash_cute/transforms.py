@@ -8,22 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from flash_cute import checks, cpu, ops
-
-Shape = tuple[int, ...]
+from flash_cute import checks, cpu, ops, options
 
 torch.library.impl("flash_cute::fwd", "CPU", cpu.attention)
 torch.library.impl("flash_cute::bwd", "CPU", cpu.attention_backward)
 
 
 @torch.library.register_fake("flash_cute::fwd")
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> tuple[Tensor, Tensor]:
+def _fwd_fake(
+    q: Tensor, k: Tensor, v: Tensor, *optional: Tensor | None, **keywords: Any
+) -> tuple[Tensor, Tensor]:
     # This serves meta tensors, too, also where q alone is none.
-    if (error := checks.refusal(q, k, v)) is not None:
+    if (error := options.refusal_of_op(q, k, v, optional, **_scalars(keywords))) is not None:
         raise error
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty(checks.lse_shape(q), dtype=torch.float32)
 
 
 @torch.library.register_fake("flash_cute::bwd")
@@ -35,28 +36,57 @@ def _bwd_fake(
     out: Tensor,
     softmax_lse: Tensor,
     dlse: Tensor | None = None,
+    *optional: Tensor | None,
+    bias_grad: bool = False,
     **keywords: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    error = checks.refusal(q, k, v) or checks.refusal_of_results(q, out, softmax_lse, dout, dlse)
+) -> tuple[Tensor, ...]:
+    error = options.refusal_of_op(q, k, v, optional, **_scalars(keywords))
+    error = error or checks.refusal_of_results(q, out, softmax_lse, dout, dlse)
     if error is not None:
         raise error
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    sink, _, bias, *_ = (*optional, None, None, None)
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    dbias = q.new_empty(0) if bias is None or not bias_grad else torch.empty_like(bias)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsink, dbias
+
+
+def _scalars(keywords: dict[str, Any]) -> dict[str, Any]:
+    return {"softcap": keywords["softcap"]} if "softcap" in keywords else {}
 
 
 # For torch.utils.flop_counter, by PyTorch's rule for SDPA: masks spare nothing. The backward has
 # five products where the forward has two.
-def _fwd_flops(q: Shape, k: Shape, v: Shape, *args: Any, **keywords: Any) -> int:
-    batch, heads, len_q, head_dim = q
-    return 4 * batch * heads * len_q * k[2] * head_dim
+def _fwd_flops(q: Tensor, k: Tensor, *others: Any, **keywords: Any) -> int:
+    len_q, len_k = (x.shape[-2] if x.dim() == 4 else x.shape[0] for x in (q, k))
+    scores = len_q * len_k
+    if q.dim() == 3:
+        _, _, _, _, cu_seqlens_q, cu_seqlens_k, *_ = others
+        sequences = cu_seqlens_q.shape[0] - 1
+        if isinstance(cu_seqlens_q, FakeTensor) or cu_seqlens_q.is_meta:
+            scores //= max(1, sequences)  # as of sequences of equal lengths
+        else:
+            scores = int((cu_seqlens_q.long().diff() * cu_seqlens_k.long().diff()).sum())
+        return 4 * q.shape[1] * scores * q.shape[2]
+    return 4 * q.shape[0] * q.shape[1] * scores * q.shape[3]
 
 
-def _bwd_flops(dout: Shape, q: Shape, k: Shape, v: Shape, *args: Any, **keywords: Any) -> int:
-    return _fwd_flops(q, k, v) * 5 // 2
+def _bwd_flops(
+    dout: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Any,
+    lse: Any,
+    dlse: Any = None,
+    *others: Any,
+    **keywords: Any,
+) -> int:
+    return _fwd_flops(q, k, v, *others) * 5 // 2
 
 
 if torch.ops.flash_cute.fwd not in flop_registry:  # it is where the package is imported again
-    register_flop_formula(torch.ops.flash_cute.fwd)(_fwd_flops)
-    register_flop_formula(torch.ops.flash_cute.bwd)(_bwd_flops)
+    register_flop_formula(torch.ops.flash_cute.fwd, get_raw=True)(_fwd_flops)
+    register_flop_formula(torch.ops.flash_cute.bwd, get_raw=True)(_bwd_flops)
 
 
 def autocast(x: Any) -> Any:
@@ -70,10 +100,10 @@ def autocast(x: Any) -> Any:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _fwd_autocast(q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+def _fwd_autocast(q: Tensor, k: Tensor, v: Tensor, *optional: Any, **keywords: Any) -> Any:
     q, k, v = autocast(q), autocast(k), autocast(v)
     with torch.autocast(q.device.type, enabled=False):
-        return ops.fwd(q, k, v, **keywords)
+        return ops.fwd(q, k, v, *optional, **keywords)
 
 
 def _bwd_autocast(dout: Tensor | None, q: Tensor, *others: Tensor | None, **keywords: Any) -> Any:
@@ -82,8 +112,9 @@ def _bwd_autocast(dout: Tensor | None, q: Tensor, *others: Tensor | None, **keyw
         return ops.bwd(dout, q, *others, **keywords)
 
 
-def _vmap_of(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """One call for the whole map: the mapped dimension joins the batch."""
+def _vmap_of(op: Callable[..., tuple[Tensor, ...]], plain: int) -> Callable[..., Any]:
+    """One call for the whole map: the mapped dimension joins the batch. A call for each of it where
+    more than the first `plain` tensors is given, as sinks and packed sequences have no batch."""
 
     def rule(
         info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, **keywords: Any
@@ -94,14 +125,24 @@ def _vmap_of(op: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
             return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
         mapped = [mapped_first(x, dim) for x, dim in zip(tensors, in_dims, strict=False)]
+        if any(x is not None for x in mapped[plain:]):
+            calls = [
+                op(*(None if x is None else x[i] for x in mapped), **keywords)
+                for i in range(info.batch_size)
+            ]
+            results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+            return results, (0,) * len(results)
         sizes = next(x.shape[:2] for x in mapped if x is not None)
         results = op(*(None if x is None else x.flatten(0, 1) for x in mapped), **keywords)
-        return tuple(x.unflatten(0, sizes) for x in results), (0,) * len(results)
+        # What has no elements has no batch either.
+        return tuple(
+            x.unflatten(0, sizes) if x.dim() > 1 else x.expand(info.batch_size, 0) for x in results
+        ), (0,) * len(results)
 
     return rule
 
 
-for _op, _autocast in ((ops.fwd, _fwd_autocast), (ops.bwd, _bwd_autocast)):
-    torch.library.register_vmap(_op, _vmap_of(_op))
+for _op, _autocast, _plain in ((ops.fwd, _fwd_autocast, 3), (ops.bwd, _bwd_autocast, 7)):
+    torch.library.register_vmap(_op, _vmap_of(_op, _plain))
     torch.library.impl(_op.name(), "AutocastCUDA", _autocast)
     torch.library.impl(_op.name(), "AutocastCPU", _autocast)

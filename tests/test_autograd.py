@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import flash_cute
-from flash_cute import cpu, ops
+from flash_cute import cpu_kernels, ops
 
 func = torch.func
 QKV = (0, 1, 2)
@@ -86,7 +86,7 @@ def test_strides_of_gradients_are_as_promised(layout):
     arguments = (q, q, k, v, *flash_cute.forward(q, k, v))
     fake = FakeTensorMode()
     promised = ops.bwd(*map(fake.from_tensor, arguments))
-    for a, b, x in zip(promised, ops.bwd(*arguments), (q, k, v), strict=True):
+    for a, b, x in zip(promised[:3], ops.bwd(*arguments)[:3], (q, k, v), strict=True):
         assert a.stride() == b.stride() == torch.empty_like(x).stride()
 
 
@@ -316,8 +316,10 @@ def test_operations_are_counted():
 def test_checkpoints(compiled, monkeypatch):
     """A plain one calls the forward twice; one that saves the op's results, once."""
     runs = []
-    attention = cpu._attention
-    monkeypatch.setattr(cpu, "_attention", lambda *x, **y: runs.append(0) or attention(*x, **y))
+    attention = cpu_kernels._attention
+    monkeypatch.setattr(
+        cpu_kernels, "_attention", lambda *x, **y: runs.append(0) or attention(*x, **y)
+    )
     qkv = inputs()
     expected = gradients_of(loss, *qkv)
 

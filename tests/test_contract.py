@@ -13,7 +13,7 @@ import torch
 from support import ALL_KERNELS, DEVICES, check, random_inputs, run
 
 import flash_cute
-from flash_cute import checks, cpu, ops, reference, tolerance
+from flash_cute import checks, cpu_kernels, ops, reference, tolerance
 
 
 def inputs(device="cpu", **changes):
@@ -163,7 +163,7 @@ def nothing_runs(monkeypatch):
     def fail(*_args, **_keywords):
         raise AssertionError("a kernel runs")
 
-    monkeypatch.setattr(cpu, "_attention", fail)
+    monkeypatch.setattr(cpu_kernels, "_attention", fail)
     monkeypatch.setattr(reference, "attention_blockwise", fail)
 
 

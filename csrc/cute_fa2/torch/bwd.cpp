@@ -42,11 +42,17 @@ TensorView<const float*> rows_of(const Tensor& t) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> bwd(std::optional<Tensor> dout, Tensor q, Tensor k, Tensor v,
-                                       Tensor out, Tensor softmax_lse, std::optional<Tensor> dlse,
-                                       std::optional<double> softmax_scale, int64_t window_left,
-                                       int64_t window_right, std::optional<int64_t> diagonal_offset,
-                                       bool deterministic, std::optional<std::string> tuning) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
+    std::optional<Tensor> dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,
+    std::optional<Tensor> dlse, std::optional<Tensor> learnable_sink,
+    std::optional<Tensor> alibi_slopes, std::optional<Tensor> bias,
+    std::optional<Tensor> cu_seqlens_q, std::optional<Tensor> cu_seqlens_k,
+    std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
+    std::optional<Tensor> key_start, std::optional<double> softmax_scale, int64_t window_left,
+    int64_t window_right, std::optional<int64_t> diagonal_offset, double softcap,
+    bool deterministic, bool /*bias_grad*/, std::optional<std::string> tuning) {
+  check_served(learnable_sink, alibi_slopes, bias, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+               key_start, softcap);
   const BwdOverrides overrides = parse_bwd_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
@@ -58,10 +64,12 @@ std::tuple<Tensor, Tensor, Tensor> bwd(std::optional<Tensor> dout, Tensor q, Ten
   Tensor dq = new_like(q, gq, dtype, device);
   Tensor dk = new_like(k, gk, dtype, device);
   Tensor dv = new_like(v, gv, dtype, device);
+  Tensor dsink = torch::stable::new_empty(q, {0});
+  Tensor dbias = torch::stable::new_empty(q, {0});
   const int64_t rows = gq.sizes[0] * gq.sizes[1] * gq.sizes[2];
   if (rows == 0 || gk.sizes[2] == 0 || (!dout && !dlse)) {
     for (Tensor* gradient : {&dq, &dk, &dv}) torch::stable::zero_(*gradient);
-    return {dq, dk, dv};
+    return {dq, dk, dv, dsink, dbias};
   }
 
   std::optional<Tensor> q_copy, k_copy, v_copy, out_copy, dout_copy, no_dout;
@@ -88,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor> bwd(std::optional<Tensor> dout, Tensor q, Ten
   const Workspace workspace(plan.workspace_bytes, device);
   launch_bwd(plan, params, workspace.data(), device, stream.get());
   for (Writable* gradient : {&written_q, &written_k, &written_v}) gradient->finish();
-  return {dq, dk, dv};
+  return {dq, dk, dv, dsink, dbias};
 }
 
 }  // namespace flash_cute

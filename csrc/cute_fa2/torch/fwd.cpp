@@ -10,11 +10,18 @@
 
 namespace flash_cute {
 
-std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<double> softmax_scale,
-                               int64_t window_left, int64_t window_right,
-                               std::optional<int64_t> diagonal_offset,
+std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> learnable_sink,
+                               std::optional<Tensor> alibi_slopes, std::optional<Tensor> bias,
+                               std::optional<Tensor> cu_seqlens_q,
+                               std::optional<Tensor> cu_seqlens_k, std::optional<Tensor> seqused_q,
+                               std::optional<Tensor> seqused_k, std::optional<Tensor> key_start,
+                               std::optional<double> softmax_scale, int64_t window_left,
+                               int64_t window_right, std::optional<int64_t> diagonal_offset,
+                               double softcap,
                                std::optional<bool> /*deterministic: for the backward*/,
                                std::optional<std::string> tuning) {
+  check_served(learnable_sink, alibi_slopes, bias, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+               key_start, softcap);
   const FwdOverrides overrides = parse_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);

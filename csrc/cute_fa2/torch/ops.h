@@ -12,15 +12,26 @@ namespace flash_cute {
 
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> fwd(
     torch::stable::Tensor q, torch::stable::Tensor k, torch::stable::Tensor v,
-    std::optional<double> softmax_scale, int64_t window_left, int64_t window_right,
-    std::optional<int64_t> diagonal_offset, std::optional<bool> deterministic,
-    std::optional<std::string> tuning);
-
-std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> bwd(
-    std::optional<torch::stable::Tensor> dout, torch::stable::Tensor q, torch::stable::Tensor k,
-    torch::stable::Tensor v, torch::stable::Tensor out, torch::stable::Tensor softmax_lse,
-    std::optional<torch::stable::Tensor> dlse, std::optional<double> softmax_scale,
+    std::optional<torch::stable::Tensor> learnable_sink,
+    std::optional<torch::stable::Tensor> alibi_slopes, std::optional<torch::stable::Tensor> bias,
+    std::optional<torch::stable::Tensor> cu_seqlens_q,
+    std::optional<torch::stable::Tensor> cu_seqlens_k,
+    std::optional<torch::stable::Tensor> seqused_q, std::optional<torch::stable::Tensor> seqused_k,
+    std::optional<torch::stable::Tensor> key_start, std::optional<double> softmax_scale,
     int64_t window_left, int64_t window_right, std::optional<int64_t> diagonal_offset,
-    bool deterministic, std::optional<std::string> tuning);
+    double softcap, std::optional<bool> deterministic, std::optional<std::string> tuning);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
+           torch::stable::Tensor, torch::stable::Tensor>
+bwd(std::optional<torch::stable::Tensor> dout, torch::stable::Tensor q, torch::stable::Tensor k,
+    torch::stable::Tensor v, torch::stable::Tensor out, torch::stable::Tensor softmax_lse,
+    std::optional<torch::stable::Tensor> dlse, std::optional<torch::stable::Tensor> learnable_sink,
+    std::optional<torch::stable::Tensor> alibi_slopes, std::optional<torch::stable::Tensor> bias,
+    std::optional<torch::stable::Tensor> cu_seqlens_q,
+    std::optional<torch::stable::Tensor> cu_seqlens_k,
+    std::optional<torch::stable::Tensor> seqused_q, std::optional<torch::stable::Tensor> seqused_k,
+    std::optional<torch::stable::Tensor> key_start, std::optional<double> softmax_scale,
+    int64_t window_left, int64_t window_right, std::optional<int64_t> diagonal_offset,
+    double softcap, bool deterministic, bool bias_grad, std::optional<std::string> tuning);
 
 }  // namespace flash_cute

@@ -130,6 +130,29 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int3
   STD_TORCH_CHECK(std::isfinite(softmax_scale.value_or(1)), "softmax_scale must be finite");
 }
 
+// Refuses what the kernels do not serve yet; flash_cute/checks.py has the same list.
+inline void check_served(const std::optional<Tensor>& learnable_sink,
+                         const std::optional<Tensor>& alibi_slopes,
+                         const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& cu_seqlens_q,
+                         const std::optional<Tensor>& cu_seqlens_k,
+                         const std::optional<Tensor>& seqused_q,
+                         const std::optional<Tensor>& seqused_k,
+                         const std::optional<Tensor>& key_start, double softcap) {
+  const auto check = [](bool given, const char* name) {
+    STD_TORCH_CHECK(!given, name, " is not served on GPUs yet");
+  };
+  check(learnable_sink.has_value(), "learnable_sink");
+  check(alibi_slopes.has_value(), "alibi_slopes");
+  check(bias.has_value(), "bias");
+  check(cu_seqlens_q.has_value(), "cu_seqlens_q");
+  check(cu_seqlens_k.has_value(), "cu_seqlens_k");
+  check(seqused_q.has_value(), "seqused_q");
+  check(seqused_k.has_value(), "seqused_k");
+  check(key_start.has_value(), "key_start");
+  check(softcap != 0, "softcap");
+}
+
 // Memory of the device for kernels alone, if they want any. It comes from torch's allocator, in the
 // stream's order, and goes back there.
 class Workspace {

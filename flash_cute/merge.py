@@ -1,0 +1,96 @@
+"""The merge of attention over parts of the keys."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, learnable_sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The attention over all keys, exactly, of results over disjoint parts of them: what `forward`
+    or `forward_varlen` returned for the same q and each part of k and v.
+
+    Args:
+        outs: of each part, (B, H, N, D) or packed (T, H, D), of one shape and dtype.
+        lses: of each part, (B, H, N) or packed (H, T), fp32 (or fp64), natural logarithms. A row
+            of -inf saw no key of its part, and its `out` does not matter.
+        learnable_sink: (H,), as `forward` takes it. Give it here alone, as it counts once.
+
+    Returns:
+        out: of the parts' shape and dtype.
+        softmax_lse: of the LSEs' shape and dtype, the sink included.
+
+        A row that saw no key at all has out = 0, and softmax_lse = -inf or the sink.
+
+    It computes in fp32 (fp64 if one of its tensors is), and is differentiable in all of them. It is
+    made of PyTorch's operations.
+
+    Raises:
+        TypeError: outs or lses are no sequences of tensors, or dtypes do not go together.
+        ValueError: there is no part, or not as many of both, or shapes do not go together.
+    """
+    error = _refusal(outs, lses, learnable_sink)
+    if error is not None:
+        raise error
+    is_packed = outs[0].dim() == 3
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (*outs, *lses)), torch.float32)
+    parts = [lse.to(dtype) for lse in lses]
+    columns = parts
+    if learnable_sink is not None:  # a part that has no out
+        columns = [*parts, learnable_sink.to(dtype)[:, None].expand_as(parts[0])]
+
+    # Relative to the greatest, no sum overflows. It changes no result, so it has no gradient.
+    # Where all are -inf, 0 in its place keeps -inf - -inf (NaN) out.
+    greatest = functools.reduce(torch.maximum, (x.detach() for x in columns))
+    greatest = greatest.masked_fill(greatest == -math.inf, 0.0)
+    weights = [(x - greatest).exp() for x in columns]
+    total = functools.reduce(torch.add, weights)
+    is_empty = total == 0
+    total = total.masked_fill(is_empty, 1.0)
+    lse = (greatest + total.log()).masked_fill(is_empty, -math.inf)
+
+    out = torch.zeros_like(outs[0], dtype=dtype)
+    for some_out, some_lse, weight in zip(outs, parts, weights, strict=False):
+        share = (weight / total).mT if is_packed else weight / total
+        no_key = (some_lse == -math.inf).mT if is_packed else some_lse == -math.inf
+        out = out + share[..., None] * some_out.to(dtype).masked_fill(no_key[..., None], 0.0)
+    return out.to(outs[0].dtype), lse.to(lses[0].dtype)
+
+
+def _refusal(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None
+) -> Exception | None:
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(x, Tensor) for x in parts):
+            return TypeError(f"{name} must be a list or tuple of tensors")
+    if len(outs) != len(lses) or not outs:
+        return ValueError(
+            f"outs has {len(outs)} tensors and lses {len(lses)}: it must be as many, and one at "
+            "least"
+        )
+    shape = outs[0].shape
+    if len(shape) not in (3, 4):
+        return ValueError(
+            f"outs[0] has shape {tuple(shape)}: it must be (B, H, N, D) or packed (T, H, D)"
+        )
+    lse_shape = shape[:3] if len(shape) == 4 else torch.Size((shape[1], shape[0]))
+    for name, parts, wanted in (("outs", outs, shape), ("lses", lses, lse_shape)):
+        for i, x in enumerate(parts):
+            if x.shape != wanted:
+                return ValueError(
+                    f"{name}[{i}] has shape {tuple(x.shape)}: it must be {tuple(wanted)}"
+                )
+            if x.dtype != parts[0].dtype or not x.is_floating_point():
+                return TypeError(
+                    f"{name}[{i}] is {x.dtype} and {name}[0] is {parts[0].dtype}: they must have "
+                    "the same floating-point dtype"
+                )
+    if sink is not None and (not isinstance(sink, Tensor) or sink.shape != shape[1:2]):
+        return ValueError(f"learnable_sink must be a tensor of shape ({shape[1]},)")
+    return None
