@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import layouts, ops
+from flash_cute import checks, layouts, ops
 
 #: What an op's function gives for a call that it does not serve.
 UNSERVED = None
@@ -26,9 +26,12 @@ UNSERVED = None
 Random = tuple[Tensor, Tensor, Tensor]
 
 
-def _serves(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> bool:
+def _serves(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **tensors: Tensor | None) -> bool:
+    """Whether flash_cute takes these, and its kernels the other `tensors` of a call."""
+    later = (name for name, x in tensors.items() if x is not None and name in checks.NOT_ON_GPUS)
     return (
         dropout_p == 0
+        and not (q.is_cuda and any(later))
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.dtype == k.dtype == v.dtype
         and 0 < q.shape[-1] == v.shape[-1] <= HEAD_DIM
@@ -114,7 +117,8 @@ def flash_forward(
     unserved = (alibi_slopes, block_table, num_splits)
     if return_debug_mask or any(x is not None for x in unserved):
         return UNSERVED
-    if not _serves(query, key, value, dropout_p):
+    lengths = {"cu_seqlens_q": cum_seq_q, "seqused_k": seqused_k}
+    if not _serves(query, key, value, dropout_p, **lengths):
         return UNSERVED
     window = (window_size_left, window_size_right)
     options = layouts.options_of(is_causal, scale, window, seqused_k=seqused_k)
@@ -156,7 +160,7 @@ def flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[Any, ...] | None:
     """_flash_attention_backward."""
-    if not _serves(query, key, value, dropout_p):
+    if not _serves(query, key, value, dropout_p, cu_seqlens_q=cum_seq_q):
         return UNSERVED
     window = (window_size_left, window_size_right)
     deterministic = torch.are_deterministic_algorithms_enabled()

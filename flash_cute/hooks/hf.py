@@ -274,8 +274,8 @@ def attention(
     else:
         hints = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         options |= {name: x for name, x in hints.items() if isinstance(x, int)}
-        tokens = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        out = flash_cute.forward_varlen(*tokens, *packed, **options)[0]
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out, _ = flash_cute.forward_varlen(q, k, v, packed[0], packed[1], **options)
         out = out.unflatten(0, (query.shape[0], query.shape[2]))
     return out[..., :head_dim_v], None
 
