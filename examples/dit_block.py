@@ -86,8 +86,8 @@ class PlainDiTBlock(DiTBlock):
         return nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 
-def main() -> int:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def main(device: str = "cuda" if torch.cuda.is_available() else "cpu") -> int:
+    """Compares the two on random numbers."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     block, plain = (kind(4, 32).to(device, dtype) for kind in (DiTBlock, PlainDiTBlock))

@@ -24,7 +24,7 @@ BEGINS = [0, 3, 3, 29]
 @pytest.fixture(autouse=True)
 def unregister() -> Iterator[None]:
     yield
-    flash_cute.unregister()
+    flash_cute.unregister(torch=True)
 
 
 @pytest.fixture
