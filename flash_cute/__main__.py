@@ -1,5 +1,6 @@
 """Shows what serves this machine, and checks its results. Exit status 0: all are right.
 `python -m flash_cute plan --help`: which kernel a call would run.
+`python -m flash_cute hub --help`: how to make it a kernel of Hugging Face's hub.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import torch
 
 import flash_cute
-from flash_cute import ops, plan, tolerance
+from flash_cute import hub, ops, plan, tolerance
 from flash_cute.checks import CPU_DTYPES, GPU_DTYPES, why_not
 
 #: Shapes of the check: ragged lengths, grouped heads.
@@ -24,6 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plan"]:
         return plan.main(argv[1:])
+    if argv[:1] == ["hub"]:
+        return hub.main(argv[1:])
     return check(argv[1:] if argv[:1] == ["check"] else argv)
 
 

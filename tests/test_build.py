@@ -338,6 +338,7 @@ def test_wheel(tmp_path: Path) -> None:
         metadata = email.message_from_bytes(archive.read(f"{info_folder}/METADATA"))
         library = archive.extract("flash_cute/_flash_cute.so", tmp_path / "unpacked")
     assert {name.split("/")[0] for name in names} == {"flash_cute", info_folder}
+    assert "flash_cute/hub/fa2/build/torch-cuda/metadata.json" in names
     assert "flash_cute/py.typed" in names and f"{info_folder}/licenses/LICENSE" in names
     assert "CUTLASS" in notices and "Redistributions in binary form" in notices
     required = [str(item) for item in metadata.get_all("Requires-Dist")]

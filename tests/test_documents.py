@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "csrc").rglob("*.md")]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
+DOCUMENTS = [*(ROOT / name for name in NAMES), *(ROOT / "csrc").rglob("*.md")]
 
 
 def test_example_of_the_readme() -> None:

@@ -1,8 +1,11 @@
-"""transformer_block.py and train_gpt.py of examples/. (test_transformers.py has the adapter.)"""
+"""The files of examples/."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from support import DEVICES
 
 import flash_cute
-from examples import transformer_block
+from examples import dit_block, transformer_block
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -99,3 +102,48 @@ def test_train_gpt_refuses(
     with pytest.raises(SystemExit):
         trained(tmp_path, "cpu", *words.split())
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("words", [[], ["--pack"]], ids=["padded", "packed"])
+def test_finetune(words: list[str], device: str) -> None:
+    pytest.importorskip("transformers")
+    from examples import finetune
+
+    words = [*words, "--device", device, "--steps", "8", "--batch", "4", "--longest", "150"]
+    try:
+        ours = finetune.main(words)
+    finally:
+        flash_cute.unregister()
+    theirs = finetune.main([*words, "--attention", "sdpa"])
+    flash_cute.unregister()
+    assert ours == pytest.approx(theirs, abs=1e-4 if device == "cpu" else 0.02)
+    assert 5.4 < ours[0] < 5.8 and ours[-1] < ours[0] - 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dit_block(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dit_block.main(device) == 0
+    assert "right" in capsys.readouterr().out
+    torch.manual_seed(0)
+    block, plain = dit_block.DiTBlock(2, 16), dit_block.PlainDiTBlock(2, 16)
+    plain.load_state_dict(block.state_dict())
+    inputs = torch.randn(2, 7, 32), torch.randn(2, 9, 32), torch.randn(2, 32)
+    lengths = torch.tensor([7, 3], dtype=torch.int32)
+    for each in (block, plain):
+        text, image = each(*inputs, lengths)
+        (text[:, :3].square().sum() + image.square().sum()).backward()
+    for x, right in zip(block.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, right.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_ring_attention() -> None:
+    """Two processes, on two GPUs if there are."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "-m", "examples.ring_attention"],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes" in done.stdout and "output and gradients are right" in done.stdout

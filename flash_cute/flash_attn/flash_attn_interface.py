@@ -1,0 +1,263 @@
+"""FlashAttention-2's functions.
+
+q is (B, Nq, Hq, D), k and v are (B, Nk, Hkv, D); packed: (T, H, D), with int32 `cu_seqlens_*` (B +
+1,) that say where sequences begin. dtypes, devices and errors are those of `flash_cute.forward`
+and `forward_varlen`. All masks align to the bottom right corner. Options:
+
+    dropout_p       must be 0, else NotImplementedError
+    softmax_scale   1 / sqrt(D) if None
+    causal          query i sees keys j <= i + Nk - Nq
+    window_size     (left, right): query i sees keys from i + Nk - Nq - left to i + Nk - Nq + right;
+                    below 0: no limit
+    softcap         scores become softcap * tanh(score / softcap); 0: none
+    alibi_slopes    (Hq,) or (B, Hq), fp32: -slope * abs(i + Nk - Nq - j) is added to a score
+    deterministic   gradients have the same bits each time
+    learnable_sink  (Hq,), beyond FlashAttention-2: a score that each softmax of a head has besides
+    max_seqlen_*    hints, which never change a result
+    block_table     must be None, else NotImplementedError
+
+With `return_attn_probs` the result is (out, softmax_lse, None): there are no probabilities in
+memory. softmax_lse is (B, Hq, Nq), packed (Hq, T), fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_cute import layouts
+from flash_cute.flash_attn._private import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+from flash_cute.layouts import Window, refuse
+
+# The package has the private functions as custom ops besides. `forward` is one already.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Result:
+    return (*results, None) if return_attn_probs else results[0]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    learnable_sink: Tensor | None = None,
+) -> Result:
+    """Attention of q (B, Nq, Hq, D) on k and v (B, Nk, Hkv, D). Returns out, as q."""
+    refuse(dropout_p=dropout_p)
+    options = layouts.options_of(
+        causal, softmax_scale, window_size, softcap, deterministic,
+        alibi_slopes=alibi_slopes, learnable_sink=learnable_sink,
+    )  # fmt: skip
+    return _result(layouts.dense(q, k, v, options), return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of kv (B, Nk, 2, Hkv, D)."""
+    k, v = kv.unbind(2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of qkv (B, N, 3, H, D)."""
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+) -> Result:
+    """Attention of packed sequences, q (Tq, Hq, D) on k and v (Tk, Hkv, D). Returns out, as q."""
+    refuse(dropout_p=dropout_p, block_table=block_table)
+    options = layouts.options_of(
+        causal, softmax_scale, window_size, softcap, deterministic,
+        alibi_slopes=alibi_slopes, learnable_sink=learnable_sink,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    results = layouts.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    return _result(results, return_attn_probs)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of kv (Tk, 2, Hkv, D)."""
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q (B, Nq, Hq, D) on contiguous caches (Bc, Nc, Hkv, D), after k and v have been
+    appended to them in place.
+
+    Args:
+        k, v: None, or (B, Nnew, Hkv, D). They go to the tokens from `cache_seqlens` on, which must
+            lie within the cache.
+        cache_seqlens: tokens in the caches before that, an int or (B,) int32; None: all of Nc.
+        cache_batch_idx: (B,): which of the Bc sequences is whose; these are copied. None: B = Bc.
+        cache_leftpad: (B,) int32: the first token of a cache that counts; None: 0.
+        num_splits, rotary_interleaved: change nothing.
+
+    Returns:
+        out (B, Nq, Hq, D), with return_softmax_lse also the log-sum-exp (B, Hq, Nq). Nothing waits
+        for the GPU.
+    """
+    refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
+    k_cache, v_cache, used = append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
+    options = layouts.options_of(
+        causal, softmax_scale, window_size, softcap,
+        alibi_slopes=alibi_slopes, seqused_k=used, key_start=cache_leftpad,
+    )  # fmt: skip
+    results = layouts.dense(q, k_cache, v_cache, options)
+    return results if return_softmax_lse else results[0]
+
+
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Writes k and v into the caches. Returns the caches of q's sequences, and their lengths (B,)
+    int32, or None where all is used."""
+    if (k is None) != (v is None):
+        raise ValueError("of k and v one is None: both must be given, or none")
+    rows = cache_batch_idx
+    if rows is None:
+        rows = torch.arange(k_cache.shape[0], device=k_cache.device)
+    used = cache_seqlens
+    if isinstance(used, int):
+        used = torch.full(rows.shape, used, dtype=torch.int32, device=k_cache.device)
+    if k is not None and v is not None:
+        if used is None:
+            raise ValueError("k is given and cache_seqlens is None: it says where k goes")
+        if k.shape[:2] != v.shape[:2] or k.shape[0] != rows.shape[0]:
+            shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
+            raise ValueError(f"{shapes}: they must have {rows.shape[0]} sequences, of one length")
+        tokens = used[:, None] + torch.arange(k.shape[1], device=k_cache.device)
+        k_cache[rows[:, None], tokens] = k
+        v_cache[rows[:, None], tokens] = v
+        used = used + k.shape[1]
+    if cache_batch_idx is not None:
+        k_cache, v_cache = k_cache[rows], v_cache[rows]
+    return k_cache, v_cache, None if used is None else used.int()

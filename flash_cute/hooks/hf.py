@@ -1,0 +1,372 @@
+"""flash_cute in Hugging Face's transformers: the attention "cute_fa", and its mask.
+
+transformers makes a mask once per forward, for all layers alike. Ours has no elements. It says what
+each query sees, and it alone decides that: modules say `is_causal` wrongly where they rely on their
+mask. A model that reads the elements gets an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+import flash_cute
+
+NAME = "cute_fa"  # with "flash" in it, transformers takes a name for a kernel to download
+
+#: Options of a layer's call that change nothing here, as flags do. The mask has what position_ids
+#: and sliding_window say. All other options are refused.
+IGNORED = {
+    "cache_position", "logits_to_keep", "num_items_in_batch", "position_ids", "sliding_window",
+}  # fmt: skip
+
+
+def refuse(what: str, model: str = "") -> NoReturn:
+    where = f" (model type {model!r})" if model else ""
+    instead = "use attn_implementation='sdpa' or 'eager'"
+    raise ValueError(f"{NAME} does not serve {what}{where}: {instead}")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The keys that a query sees. Query i stands at key i + visible - Nq.
+
+    Lengths and starts are int32 tensors (B,) on the device, or None for all and 0.
+    """
+
+    lengths: tuple[int, int]  #: (Nq, Nk)
+    is_causal: bool
+    window: tuple[int, int] = (-1, -1)  #: as `window_size`
+    visible: int | Tensor = 0  #: how many keys the last query of a causal mask could see
+    starts: Tensor | None = None  #: of the keys that are no padding
+    ends: Tensor | None = None  #: likewise; a causal mask needs none
+    cu_seqlens: Tensor | None = None  #: where packed sequences begin, in all B * N tokens
+    unserved: str = ""  #: what a layer with this mask refuses: some models make masks in vain
+    model: str = ""
+
+
+class Mask(Tensor):
+    """A mask (B, 1, Nq, Nk) that has `seen` for its elements. transformers takes one with four
+    dimensions as it is, as where generate() makes it ahead for a static cache."""
+
+    seen: Seen
+    #: position_ids that a layer came with, and cu_seqlens if they pack sequences.
+    packed_by: tuple[Tensor, Tensor | None] | None = None
+
+    @staticmethod
+    def __new__(cls, seen: Seen, batch: int, device: Any) -> Mask:
+        shape = (batch, 1, *seen.lengths)
+        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.seen = seen
+        return mask
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Mask({self.seen})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Mask:
+        leaves = pytree.tree_leaves((args, kwargs))
+        mask: Mask = next(x for x in leaves if isinstance(x, Mask))
+        aten = torch.ops.aten
+        if op in (aten.detach.default, aten.alias.default, aten.clone.default):
+            return Mask(mask.seen, mask.shape[0], mask.device)
+        if op is aten._to_copy.default and (kwargs or {}).get("dtype") in (None, torch.bool):
+            return Mask(mask.seen, mask.shape[0], (kwargs or {}).get("device") or mask.device)
+        refuse("code that reads its mask, as a model's own attention does", mask.seen.model)
+
+
+def _parts(mask_function: Callable[..., Any]) -> dict[str, Any]:
+    """What transformers' makers of mask functions were given, by their parameters' names."""
+    code, cells = mask_function.__code__, mask_function.__closure__ or ()
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
+    """The mask that a function of transformers' describes, as some of `is_causal`, `left`, `right`
+    and `sequences` (B, N); None if it is one that flash_cute does not have."""
+    if mask_function is causal_mask_function:
+        return {"is_causal": True}
+    if mask_function is bidirectional_mask_function:
+        return {}
+    maker = getattr(mask_function, "__qualname__", "").split(".")[0]
+    if getattr(mask_function, "__module__", "") != causal_mask_function.__module__:
+        return None
+    parts = _parts(mask_function)
+    if maker == "sliding_window_overlay":
+        return {"left": parts["sliding_window"] - 1}
+    if maker == "sliding_window_bidirectional_overlay":
+        return {"left": parts["sliding_window"], "right": parts["sliding_window"]}
+    if maker == "packed_sequence_mask_function":
+        return {"sequences": parts["packed_sequence_mask"]}
+    # Within a sequence its positions rise by 1, as tokens do.
+    if maker == "remap_positions_for_packed_sequence":
+        return read(parts["mask_function"])
+    if maker != "and_masks":
+        return None
+    joined: dict[str, Any] = {}
+    for mask in parts["mask_functions"]:
+        found = read(mask)
+        if found is None or found.keys() & joined.keys():
+            return None
+        joined |= found
+    return joined
+
+
+def _cannot_wait(x: Tensor) -> bool:
+    """Whether values must stay on the device: a CUDA graph records what is done."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _packed(sequences: Tensor) -> Tensor:
+    """cu_seqlens of packed tokens, of which `sequences` (B, N) says in which sequence they are."""
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    begins = begins.flatten()
+    tokens = torch.arange(begins.numel(), dtype=torch.int32, device=begins.device)
+    # Where the number of sequences must not be known, empty ones follow.
+    if _cannot_wait(begins):
+        begins = torch.where(begins, tokens, begins.numel()).sort().values
+    else:
+        begins = tokens[begins]
+    return functional.pad(begins, (0, 1), value=sequences.numel())
+
+
+def _padding(tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(starts, ends) of the tokens of each sequence, for True in `tokens` (B, N); None if all are.
+    Waits for the GPU, as transformers' own masks do."""
+    length = tokens.shape[1]
+    columns = torch.arange(length, device=tokens.device)
+    starts = torch.where(tokens, columns, length).amin(1)
+    ends = torch.where(tokens, columns + 1, 0).amax(1)
+    count = tokens.sum(1)
+    has_no_gaps = ((count == ends - starts) | (count == 0)).all()
+    if _cannot_wait(tokens):
+        torch._assert_async(has_no_gaps, f"{NAME}: there is padding between tokens")
+    else:
+        is_full, is_whole = torch.stack([tokens.all(), has_no_gaps]).tolist()
+        if not is_whole:
+            refuse("padding between tokens")
+        if is_full:
+            return None
+    return starts.clamp(max=max(length - 1, 0)).int(), ends.int()
+
+
+@torch.compiler.disable  # Dynamo cannot look into mask functions, and makes no such tensors
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> Mask:
+    """Query i is token q_offset + i, key j is token kv_offset + j. `attention_mask` (B, tokens) is
+    False for padding."""
+    model = str(getattr(config, "model_type", ""))
+    lengths = (q_length, kv_length)
+
+    def unserved(what: str) -> Mask:
+        return Mask(Seen(lengths, False, unserved=what, model=model), batch_size, device)
+
+    found = read(mask_function)
+    if found is None:
+        return unserved("masks of the model's own")
+    is_causal = found.get("is_causal", False)
+    window = (found.get("left", -1), -1 if is_causal else found.get("right", -1))
+    has_diagonal = is_causal or window != (-1, -1)
+    visible: int | Tensor = q_offset + q_length - kv_offset if has_diagonal else kv_length
+    if isinstance(visible, int) and not 0 <= visible <= kv_length:
+        return unserved("queries beyond the keys")
+
+    starts, ends, cu_seqlens = None, None, None
+    if "sequences" in found:
+        if attention_mask is not None or q_length != kv_length or visible != kv_length:
+            return unserved("packed sequences with padding or a cache")
+        cu_seqlens = _packed(found["sequences"].expand(batch_size, -1))
+    elif attention_mask is not None:
+        # A static cache is longer than its mask, whose end is that of the tokens.
+        length = visible if isinstance(visible, int) else kv_length
+        tokens = attention_mask[:, kv_offset : kv_offset + length]
+        if isinstance(visible, int) and tokens.shape[1] < visible:
+            return unserved("a padding mask that is shorter than the keys")
+        if not isinstance(visible, int):
+            # What follows the last query is no padding.
+            columns = torch.arange(tokens.shape[1], device=tokens.device)
+            tokens = tokens | (columns >= visible)
+        if (padding := _padding(tokens)) is not None:
+            starts, ends = padding
+            # A query that is no padding sees none at the end, as it is causal.
+            ends = None if is_causal else ends
+    return Mask(
+        Seen(lengths, is_causal, window, visible, starts, ends, cu_seqlens, model=model),
+        batch_size, device,
+    )  # fmt: skip
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query (B, Hq, Nq, D), key and value (B, Hkv, Nk, D); out is
+    (B, Nq, Hq, D)."""
+    seen = _seen(module, query, key, attention_mask, is_causal)
+    given = {name for name, x in others.items() if x is not None and not isinstance(x, bool)}
+    unserved = seen.unserved or ", ".join(sorted(given - IGNORED)) or ("dropout" if dropout else "")
+    if unserved:
+        refuse(unserved, seen.model)
+
+    head_dim, head_dim_v = query.shape[3], value.shape[3]
+    if head_dim != head_dim_v:  # zeros change no product
+        scaling = head_dim**-0.5 if scaling is None else scaling
+        widest = max(head_dim, head_dim_v)
+        query, key, value = (
+            functional.pad(x, (0, widest - x.shape[3])) for x in (query, key, value)
+        )
+    options: dict[str, Any] = {
+        name: x
+        for name, x in (("softcap", softcap), ("learnable_sink", s_aux), ("bias", position_bias))
+        if x is not None
+    }
+    options |= {"is_causal": seen.is_causal, "softmax_scale": scaling}
+    if seen.window != (-1, -1):
+        options["window_size"] = seen.window
+    positions = others.get("position_ids")
+    if isinstance(attention_mask, Mask) and isinstance(positions, Tensor):
+        seen = _packed_by(attention_mask, positions, query.shape[0])
+    packed = _packed_lengths(seen, query, (cu_seq_lens_q, cu_seq_lens_k), options)
+    if packed is None:
+        out = _dense(seen, query, key, value, options).transpose(1, 2)
+    elif position_bias is not None:
+        refuse("position_bias with packed sequences", seen.model)
+    else:
+        hints = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
+        options |= {name: x for name, x in hints.items() if isinstance(x, int)}
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        out, _ = flash_cute.forward_varlen(q, k, v, packed[0], packed[1], **options)
+        out = out.unflatten(0, (query.shape[0], query.shape[2]))
+    return out[..., :head_dim_v], None
+
+
+def _seen(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+) -> Seen:
+    lengths = (query.shape[2], key.shape[2])
+    model = str(getattr(getattr(module, "config", None), "model_type", ""))
+    if mask is None:  # the model asked for none, and relies on is_causal
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        is_causal = bool(is_causal) and lengths[0] > 1
+        unserved = "causality without a mask" if is_causal and lengths[0] != lengths[1] else ""
+        return Seen(lengths, is_causal, visible=lengths[1], unserved=unserved, model=model)
+    if not isinstance(mask, Mask):
+        refuse("masks that are tensors", model)
+    if mask.seen.lengths != lengths:
+        refuse(f"a mask of lengths {mask.seen.lengths} on tensors of {lengths}", model)
+    return mask.seen
+
+
+def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
+    """What is seen if positions that do not rise by 1 begin another sequence. Some models, gpt-oss
+    among them, do not tell their mask. Waits for the GPU once per forward; compiled layers do not
+    look."""
+    seen = mask.seen
+    is_plain = seen.is_causal and seen.cu_seqlens is None and seen.starts is None
+    if not is_plain or seen.lengths[0] == 1 or torch.compiler.is_compiling():
+        return seen
+    if positions.shape[-1:] != seen.lengths[1:] or positions.dim() > 2 or _cannot_wait(positions):
+        return seen  # there are keys of a cache, or coordinates
+    if mask.packed_by is None or mask.packed_by[0] is not positions:
+        given, positions = positions, positions.view(-1, positions.shape[-1])
+        sequences = (positions.diff(dim=1) != 1).cumsum(1)
+        begins = None
+        if bool(sequences[:, -1].any()):
+            begins = _packed(functional.pad(sequences, (1, 0)).expand(batch, -1))
+        mask.packed_by = (given, begins)
+    begins = mask.packed_by[1]
+    return seen if begins is None else replace(seen, cu_seqlens=begins)
+
+
+def _dense(seen: Seen, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    if isinstance(seen.visible, int):
+        k, v = k[:, :, : seen.visible], v[:, :, : seen.visible]
+        if "bias" in options:
+            options["bias"] = options["bias"][..., : seen.visible]
+    else:
+        options["seqused_k"] = seen.visible.to(q.device, torch.int32).expand(q.shape[0])
+    if seen.ends is not None:
+        options["seqused_k"] = seen.ends.to(q.device)
+    if seen.starts is not None:
+        options["key_start"] = seen.starts.to(q.device)
+    out, _ = flash_cute.forward(q, k, v, **options)
+    return out
+
+
+def _packed_lengths(
+    seen: Seen, q: Tensor, given: tuple[Tensor | None, Tensor | None], options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None] | None:
+    """(cu_seqlens_q, cu_seqlens_k) if the call goes to `forward_varlen`. None: it is dense."""
+    batch, length = q.shape[0], q.shape[2]
+    if given[0] is not None or given[1] is not None:
+        begins_q, begins_k = given
+        if begins_q is None or begins_k is None:
+            refuse("one of cu_seq_lens_q and cu_seq_lens_k without the other", seen.model)
+        is_plain = isinstance(seen.visible, int) and seen.visible == seen.lengths[1]
+        if not is_plain or seen.starts is not None or seen.ends is not None:
+            refuse("cu_seq_lens_q with padding or a static cache", seen.model)
+        return begins_q.to(q.device, torch.int32), begins_k.to(q.device, torch.int32)
+    if seen.cu_seqlens is not None:
+        return seen.cu_seqlens.to(q.device), None
+    if seen.window != (-1, -1) and seen.ends is not None:
+        # The window stands around the diagonal, which must not move with the padding.
+        begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length
+        options["seqused_q"] = options["seqused_k"] = seen.ends.to(q.device)
+        if seen.starts is not None:
+            options["key_start"] = seen.starts.to(q.device)
+        return begins, None
+    return None
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def unregister() -> None:
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)

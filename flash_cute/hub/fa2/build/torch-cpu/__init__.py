@@ -1,0 +1,1 @@
+from flash_cute.hub.fa2 import *  # noqa: F403

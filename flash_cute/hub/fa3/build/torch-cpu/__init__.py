@@ -1,0 +1,1 @@
+from flash_cute.hub.fa3 import *  # noqa: F403

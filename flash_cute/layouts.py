@@ -1,0 +1,117 @@
+"""`forward` and its kin in the layouts and with the options of the flash_attn packages. flash_attn/
+and flash_attn_interface.py have their functions, hooks/aten.py PyTorch's.
+
+Dense tensors are (B, N, H, D) here, packed ones (T, H, D). A log-sum-exp is (B, H, N), packed (H,
+T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+import flash_cute
+from flash_cute import ops
+
+Window = tuple[int | None, int | None]
+
+#: What helps where an option is refused.
+_INSTEAD = {
+    "dropout_p": "flash_cute has no dropout; use PyTorch's scaled_dot_product_attention",
+    "rotary_cos": "rotate q and k before the call",
+    "rotary_sin": "rotate q and k before the call",
+    "block_table": "paged caches are not served; use a contiguous one",
+    "page_table": "paged caches are not served; use a contiguous one",
+}
+
+
+def refuse(**options: Any) -> None:
+    """Raises a NotImplementedError for the first option that is given: neither None nor zero."""
+    for name, x in options.items():
+        if x is None or (isinstance(x, bool | int | float) and not x):
+            continue
+        shown = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        instead = _INSTEAD.get(name, "flash_cute does not serve it")
+        raise NotImplementedError(f"{name} is {shown}: {instead}")
+
+
+def options_of(
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    **tensors: Any,
+) -> dict[str, Any]:
+    """The keywords of `forward` and `forward_varlen`. A plain call gets plain ones: that is its
+    fastest way."""
+    options: dict[str, Any] = {"is_causal": causal, "softmax_scale": softmax_scale}
+    window = tuple(-1 if side is None or side < 0 else side for side in window_size)
+    if window != (-1, -1):
+        options["window_size"] = window
+    if softcap:
+        options["softcap"] = softcap
+    if deterministic:
+        options["deterministic"] = True
+    options.update((name, x) for name, x in tensors.items() if x is not None)
+    return options
+
+
+def heads_first(*tensors: Tensor) -> list[Tensor]:
+    """Views (B, H, N, D) of (B, N, H, D), and the other way round."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """`forward` of (B, N, H, D)."""
+    q, k, v = heads_first(q, k, v)
+    out, lse = flash_cute.forward(q, k, v, **options)
+    return out.transpose(1, 2), lse
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """`forward_varlen`."""
+    return flash_cute.forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> list[Tensor]:
+    """(dq, dk, dv) of `dense`, with cu_seqlens_* of `packed`. `out` and `lse` may be of more keys
+    than k has, as in ring attention."""
+    keywords = dict(options)
+    window = keywords.pop("window_size", (-1, -1))
+    keywords["window_left"] = window[0]
+    keywords["window_right"] = 0 if keywords.pop("is_causal") else window[1]
+    for hint in ("max_seqlen_q", "max_seqlen_k"):
+        keywords.pop(hint, None)
+    if cu_seqlens_q is None:
+        dout, q, k, v, out = heads_first(dout, q, k, v, out)
+        return heads_first(*ops.bwd(dout, q, k, v, out, lse, **keywords)[:3])
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    keywords |= {"cu_seqlens_q": cu_seqlens_q.int(), "cu_seqlens_k": cu_seqlens_k.int()}
+    return list(ops.bwd(dout, q, k, v, out, lse, **keywords)[:3])
+
+
+def write(targets: Iterable[Tensor | None], gradients: Iterable[Tensor]) -> None:
+    """Copies each gradient whose target is a tensor."""
+    for target, gradient in zip(targets, gradients, strict=True):
+        if target is not None:
+            target.copy_(gradient)

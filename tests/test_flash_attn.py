@@ -1,0 +1,295 @@
+"""The functions of flash_attn's packages: flash_cute/flash_attn/ and flash_attn_interface.py."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import DEVICES
+from torch import Tensor
+
+import flash_cute
+from flash_cute import flash_attn as fa2
+from flash_cute import flash_attn_interface as fa3
+from flash_cute.flash_attn import bert_padding
+from flash_cute.flash_attn import flash_attn_interface as fa2_private
+
+QKV, LENGTHS = "q k v ", "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+FA2 = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+DESCALE = "q_descale k_descale v_descale "
+FA3 = f"softmax_scale causal qv {DESCALE}window_size attention_chunk softcap num_splits pack_gqa "
+WINDOW = "window_size_left window_size_right softcap alibi_slopes "
+GRADIENTS = f"dout {QKV}out softmax_lse dq dk dv "
+#: What each function's parameters begin with.
+SIGNATURES: list[tuple[Any, str, str]] = [
+    (fa2, "flash_attn_func", f"{QKV}{FA2}return_attn_probs"),
+    (fa2, "flash_attn_kvpacked_func", f"q kv {FA2}return_attn_probs"),
+    (fa2, "flash_attn_qkvpacked_func", f"qkv {FA2}return_attn_probs"),
+    (fa2, "flash_attn_varlen_func", f"{QKV}{LENGTHS}{FA2}return_attn_probs block_table"),
+    (fa2, "flash_attn_varlen_kvpacked_func", f"q kv {LENGTHS}{FA2}return_attn_probs"),
+    (fa2, "flash_attn_varlen_qkvpacked_func", f"qkv cu_seqlens max_seqlen {FA2}return_attn_probs"),
+    (
+        fa2, "flash_attn_with_kvcache",
+        "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad "
+        "block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes "
+        "num_splits return_softmax_lse",
+    ),
+    (
+        fa2_private, "_flash_attn_forward",
+        f"{QKV}dropout_p softmax_scale causal {WINDOW}return_softmax",
+    ),
+    (
+        fa2_private, "_flash_attn_varlen_forward",
+        f"{QKV}{LENGTHS}dropout_p softmax_scale causal {WINDOW}return_softmax block_table "
+        "leftpad_k seqused_k zero_tensors",
+    ),
+    (
+        fa2_private, "_flash_attn_backward",
+        f"{GRADIENTS}dropout_p softmax_scale causal {WINDOW}deterministic rng_state",
+    ),
+    (
+        fa2_private, "_wrapped_flash_attn_varlen_backward",
+        f"{GRADIENTS}{LENGTHS}dropout_p softmax_scale causal {WINDOW}deterministic rng_state "
+        "zero_tensors",
+    ),
+    (fa3, "flash_attn_func", f"{QKV}{FA3}deterministic sm_margin return_attn_probs"),
+    (
+        fa3, "flash_attn_varlen_func",
+        f"{QKV}{LENGTHS}seqused_q seqused_k {FA3}deterministic sm_margin return_attn_probs",
+    ),
+    (
+        fa3, "flash_attn_qkvpacked_func",
+        f"qkv softmax_scale causal {DESCALE}window_size attention_chunk softcap deterministic "
+        "num_heads_q sm_margin return_attn_probs",
+    ),
+    (
+        fa3, "flash_attn_with_kvcache",
+        "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx "
+        "cache_leftpad page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens "
+        f"{DESCALE}softmax_scale causal window_size attention_chunk softcap rotary_interleaved "
+        "scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse",
+    ),
+    (
+        fa3, "_flash_attn_backward",
+        f"dout {QKV}out softmax_lse cu_seqlens_q cu_seqlens_k sequed_q sequed_k max_seqlen_q "
+        "max_seqlen_k dq dk dv softmax_scale is_causal window_size_left window_size_right softcap "
+        "deterministic sm_margin",
+    ),
+]  # fmt: skip
+#: Options of a call, by flash_attn's names.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True, "softmax_scale": 0.3},
+    "window": {"window_size": (5, 2)},
+    "open window": {"window_size": (-1, 3), "deterministic": True},
+    "softcap": {"softcap": 2.0, "causal": True},
+}
+
+
+@pytest.mark.parametrize("module, name, names", SIGNATURES)
+def test_signatures(module: Any, name: str, names: str) -> None:
+    parameters = inspect.signature(getattr(module, name)).parameters
+    expected = names.split()
+    assert list(parameters)[: len(expected)] == expected
+    # transformers reads from the names what a function can do.
+    assert all(x.kind is x.POSITIONAL_OR_KEYWORD for x in parameters.values())
+
+
+def tensors(device: str, *shapes: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    made = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    return [x.requires_grad_() for x in made]
+
+
+def ours(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options by flash_cute's names."""
+    names = {"causal": "is_causal"}
+    return {names.get(name, name): x for name, x in options.items()}
+
+
+def check(
+    results: tuple[Any, ...], expected: tuple[Tensor, Tensor], *inputs: Tensor, probs: int = 0
+) -> None:
+    """The same bits, and the same gradients of `inputs`; `probs` results are None."""
+    out, lse, *nothing = results
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    assert nothing == [None] * probs
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
+    gradients, right = (
+        torch.autograd.grad(x, inputs, dout, retain_graph=True) for x in (out, expected[0])
+    )
+    for dx, expected_dx in zip(gradients, right, strict=True):
+        torch.testing.assert_close(dx, expected_dx, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_dense(device: str, name: str) -> None:
+    options = OPTIONS[name]
+    q, k, v = tensors(device, (2, 20, 4, 24), (2, 33, 2, 24), (2, 33, 2, 24))
+    out, lse = flash_cute.forward(*(x.transpose(1, 2) for x in (q, k, v)), **ours(options))
+    right = (out.transpose(1, 2), lse)
+    kv = torch.stack([k, v], 2)
+    check(fa2.flash_attn_func(q, k, v, **options, return_attn_probs=True), right, q, k, v, probs=1)
+    results = fa2.flash_attn_kvpacked_func(q, kv, **options, return_attn_probs=True)
+    check(results, right, q, k, v, probs=1)
+    check(fa3.flash_attn_func(q, k, v, **options, return_attn_probs=True), right, q, k, v)
+    assert torch.equal(fa2.flash_attn_func(q, k, v, **options), right[0])
+    assert torch.equal(fa3.flash_attn_func(q, k, v, **options), right[0])
+
+    qkv = tensors(device, (2, 20, 3, 4, 24))[0]
+    right = fa3.flash_attn_func(*qkv.unbind(2), **options, return_attn_probs=True)
+    results = fa2.flash_attn_qkvpacked_func(qkv, **options, return_attn_probs=True)
+    check(results, right, qkv, probs=1)
+    check(fa3.flash_attn_qkvpacked_func(qkv, **options, return_attn_probs=True), right, qkv)
+    grouped = qkv.flatten(2, 3)[:, :, :8]
+    right = fa3.flash_attn_func(*grouped.split([4, 2, 2], 2), **options, return_attn_probs=True)
+    more = {"num_heads_q": 4, "return_attn_probs": True, **options}
+    check(fa3.flash_attn_qkvpacked_func(grouped, **more), right, qkv)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_slopes_and_sinks(device: str) -> None:
+    q, k, v, slopes, sink = tensors(device, *((1, 9, 4, 16),) * 3, (4,), (4,))
+    slopes = slopes.detach().float().abs()
+    for extra in ({"alibi_slopes": slopes}, {"learnable_sink": sink}):
+        results = fa2.flash_attn_func(q, k, v, **extra, return_attn_probs=True)
+        inputs = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = flash_cute.forward(*inputs, **extra)
+        check(results, (out.transpose(1, 2), lse), q, k, v, probs=1)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed(device: str, name: str) -> None:
+    options = OPTIONS[name]
+    q, k, v = tensors(device, (30, 4, 24), (40, 4, 24), (40, 4, 24))
+    begins = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 30], [0, 20, 40])]
+    lengths = (*begins, 23, 20)
+    right = flash_cute.forward_varlen(q, k, v, *begins, **ours(options))
+    more = {**options, "return_attn_probs": True}
+    check(fa2.flash_attn_varlen_func(q, k, v, *lengths, **more), right, q, k, v, probs=1)
+    check(fa3.flash_attn_varlen_func(q, k, v, *lengths, **more), right, q, k, v)
+    kv = torch.stack([k, v], 1)
+    check(fa2.flash_attn_varlen_kvpacked_func(q, kv, *lengths, **more), right, q, k, v, probs=1)
+    qkv = tensors(device, (30, 3, 4, 24))[0]
+    right = flash_cute.forward_varlen(*qkv.unbind(1), begins[0], **ours(options))
+    check(fa2.flash_attn_varlen_qkvpacked_func(qkv, begins[0], 23, **more), right, qkv, probs=1)
+    used = torch.tensor([5, 9], dtype=torch.int32, device=device)
+    right = flash_cute.forward_varlen(q, k, v, *begins, seqused_k=used, **ours(options))
+    check(fa3.flash_attn_varlen_func(q, k, v, *lengths, None, used, **more), right, q, k, v)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+def test_cache(module: Any, device: str) -> None:
+    """Two sequences of a cache of three, in another order, with 6 and 9 tokens, the first two of
+    one of them padding; 3 tokens are appended."""
+    q, k_new, v_new, keys, values = tensors(
+        device, (2, 3, 4, 16), *((2, 3, 2, 16),) * 2, *((3, 14, 2, 16),) * 2
+    )
+    k_cache, v_cache = keys.clone(), values.clone()
+    lengths, rows = torch.tensor([6, 9], device=device).int(), torch.tensor([2, 0], device=device)
+    out, lse = module.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k_new, v_new, cache_seqlens=lengths, cache_batch_idx=rows,
+        cache_leftpad=torch.tensor([2, 0], device=device).int(), causal=True,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    for i, (row, start, length) in enumerate([(2, 2, 6), (0, 0, 9)]):
+        keys[row, length : length + 3], values[row, length : length + 3] = k_new[i], v_new[i]
+        seen = (x[row : row + 1, start : length + 3].transpose(1, 2) for x in (keys, values))
+        alone = flash_cute.forward(q[i : i + 1].transpose(1, 2), *seen, is_causal=True)
+        tolerance = {"rtol": 1e-3, "atol": 1e-5 if device == "cpu" else 2e-3}
+        torch.testing.assert_close(out[i : i + 1].transpose(1, 2), alone[0], **tolerance)
+        torch.testing.assert_close(lse[i : i + 1], alone[1], **tolerance)
+    assert torch.equal(k_cache, keys) and torch.equal(v_cache, values)
+    # An int, and all of the cache.
+    short = module.flash_attn_with_kvcache(q, keys[:2], values[:2], cache_seqlens=9)
+    expected = module.flash_attn_with_kvcache(q, keys[:2, :9], values[:2, :9])
+    torch.testing.assert_close(short, expected, **tolerance)
+    for wrong, match in (({"v": None}, "of k and v one is None"), ({}, "cache_seqlens is None")):
+        with pytest.raises(ValueError, match=match):
+            module.flash_attn_with_kvcache(
+                q, keys[:2], values[:2], **{"k": k_new, "v": v_new, **wrong}
+            )
+
+
+@pytest.mark.parametrize(
+    "call, option, match",
+    [
+        (fa2.flash_attn_func, {"dropout_p": 0.1}, "dropout_p is 0.1: flash_cute has no dropout"),
+        (fa3.flash_attn_func, {"qv": torch.ones(1)}, r"qv is a tensor of shape \(1,\)"),
+        (fa3.flash_attn_func, {"attention_chunk": 8}, "attention_chunk is 8"),
+        (fa3.flash_attn_func, {"k_descale": torch.ones(1)}, "k_descale is a tensor"),
+        (fa2.flash_attn_with_kvcache, {"block_table": torch.ones(1, 1)}, "paged caches"),
+        (fa3.flash_attn_with_kvcache, {"page_table": torch.ones(1, 1)}, "paged caches"),
+        (fa2.flash_attn_with_kvcache, {"rotary_cos": torch.ones(1, 1)}, "rotate q and k before"),
+        (fa3.flash_attn_with_kvcache, {"cu_seqlens_k_new": torch.ones(1)}, "cu_seqlens_k_new"),
+    ],
+)
+def test_what_is_not_served_raises(
+    call: Callable[..., Any], option: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=match):
+        call(*torch.ones(3, 1, 8, 2, 16), **option)
+
+
+def test_padding() -> None:
+    x = torch.randn(3, 5, 2, 4, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])
+    tokens, indices, begins, longest, used = bert_padding.unpad_input(x, mask)
+    assert begins.tolist() == [0, 3, 3, 7] and longest == 4 and used.tolist() == [3, 0, 4]
+    assert begins.dtype == used.dtype == torch.int32
+    assert torch.equal(tokens, x[mask.bool()])
+    assert torch.equal(tokens, bert_padding.index_first_axis(x.flatten(0, 1), indices))
+    padded = bert_padding.pad_input(tokens, indices, 3, 5)
+    assert torch.equal(padded, x * mask[:, :, None, None])
+    assert torch.equal(torch.autograd.grad(padded.sum(), x)[0], mask[:, :, None, None].expand_as(x))
+    assert bert_padding.unpad_input(x, mask, 1 - mask)[2].tolist() == [0, 5, 10, 15]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("module", [fa2_private, fa3], ids=["fa2", "fa3"])
+def test_blocks_of_a_ring(module: Any, is_packed: bool, device: str) -> None:
+    """As ring attention calls: each block of keys alone, then the blocks' gradients by the results
+    of all keys."""
+    shape = (12, 2, 16) if is_packed else (1, 12, 2, 16)
+    q, k, v, dout = tensors(device, *(shape,) * 4)
+    with torch.enable_grad():
+        results = fa2.flash_attn_func(*(x.view(1, 12, 2, 16) for x in (q, k, v)), 0.0, None, False,
+                                      return_attn_probs=True)  # fmt: skip
+        out, lse = results[0].view_as(q), results[1][0] if is_packed else results[1]
+        expected = torch.autograd.grad(out, (q, k, v), dout)
+    call: dict[str, Any] = {"softmax_scale": None}
+    if is_packed:
+        begins, ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (12, 6))
+        call |= {"cu_seqlens_q": begins, "cu_seqlens_k": ends}
+        call |= {"max_seqlen_q": 12, "max_seqlen_k": 6}
+    kind = "_varlen" if is_packed and module is fa2_private else ""
+    if module is fa2_private:
+        call |= {"dropout_p": 0.0, "causal": False}
+    forward = getattr(module, f"_flash_attn{kind}_forward")
+    backward = getattr(module, f"_flash_attn{kind}_backward")
+    parts, gradients = [], []
+    for keys, values in zip(k.split(6, -3), v.split(6, -3), strict=True):
+        *part, nothing, no_state = forward(q, keys, values, **call)
+        assert nothing is no_state is None
+        parts.append(part)
+        into = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", keys), ("dv", values))}
+        backward(dout, q, keys, values, out, lse, **into, **call)
+        gradients.append(tuple(into.values()))
+    dq, dk, dv = zip(*gradients, strict=True)
+    tolerance = {"rtol": 1e-3, "atol": 1e-5 if device == "cpu" else 4e-3}
+    for dx, right in zip((sum(dq), torch.cat(dk, -3), torch.cat(dv, -3)), expected, strict=True):
+        torch.testing.assert_close(dx, right, **tolerance)
+    outs = [x if is_packed else x.transpose(1, 2) for x, _ in parts]
+    merged, merged_lse = flash_cute.merge(outs, [x for _, x in parts])
+    torch.testing.assert_close(merged if is_packed else merged.transpose(1, 2), out, **tolerance)
+    torch.testing.assert_close(merged_lse, lse, **tolerance)

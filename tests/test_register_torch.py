@@ -1,0 +1,200 @@
+"""`register(torch=True)`: PyTorch's flash attention on our kernels. Without a GPU the overrides are
+on the CPU's key, where no kernel of PyTorch's is, in front of stand-ins."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import random_inputs
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.nn.functional import scaled_dot_product_attention
+
+import flash_cute
+from flash_cute.hooks import aten
+
+OP = torch.ops.aten._scaled_dot_product_flash_attention
+BEGINS = [0, 3, 3, 29]
+
+
+@pytest.fixture(autouse=True)
+def unregister() -> Iterator[None]:
+    yield
+    flash_cute.unregister(torch=True)
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """Our overrides on the CPU, and the calls that reach the kernels below them."""
+    reached: list[str] = []
+
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
+        reached.append("forward")
+        lse, state = q[..., 0].float(), torch.zeros(2, dtype=torch.uint64)
+        return q + 1, lse, None, None, q.shape[2], k.shape[2], state, state[0], q.new_empty(0)
+
+    def stand_in_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        reached.append("backward")
+        return q * 7, k * 7, v * 7
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", stand_in, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", stand_in_backward, "CPU")
+    aten.register("CPU")
+    yield reached
+    aten.unregister()
+    library._destroy()
+
+
+def inputs(**options: Any) -> list[Tensor]:
+    made = random_inputs(2, 4, 29, 24, dtype=torch.float16, **options)
+    return [x.requires_grad_() for x in made]
+
+
+def gradients(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return torch.autograd.grad(out, (q, k, v), dout)
+
+
+def check_same(results: Any, expected: Any) -> None:
+    for x, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sdpa_on_the_cpu(calls: list[str], is_causal: bool) -> None:
+    q, k, v = inputs(heads_kv=2)
+    results = OP(q, k, v, 0.0, is_causal, scale=0.3)
+    out, lse = flash_cute.forward(q, k, v, is_causal, 0.3)
+    check_same(results[:2], (out, lse))
+    check_same(gradients(results[0], q, k, v), gradients(out, q, k, v))
+    # As torch's kernel has it for no dropout, which a compiler relies on.
+    meta = OP(*(x.to("meta") for x in (q, k, v)), 0.0, is_causal, scale=0.3)
+    assert results[2:6] == (None, None, 29, 29) == (meta[2], meta[3], *meta[4:6])
+    for x, like in zip(results[6:], meta[6:], strict=True):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+    assert calls == []
+
+
+@pytest.mark.parametrize("dropout_p, dtype", [(0.5, torch.float16), (0.0, torch.float32)])
+def test_what_is_not_served_goes_to_the_kernel_below(
+    calls: list[str], dropout_p: float, dtype: torch.dtype
+) -> None:
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs())
+    out = OP(q, k, v, dropout_p, True)[0]
+    assert torch.equal(out, q + 1) and calls == ["forward"]
+    check_same(gradients(out, q, k, v), (q * 7, k * 7, v * 7))
+    assert calls == ["forward", "backward"]
+    # Here no kernel is below.
+    with pytest.raises(NotImplementedError, match="neither flash_cute nor this torch serves"):
+        torch.ops.aten._flash_attention_forward(
+            q, k, v, None, None, 29, 29, dropout_p, False, False
+        )
+
+
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (5, 3)])
+def test_varlen_on_the_cpu(window: tuple[int, int]) -> None:
+    check_varlen("cpu", window)
+
+
+def check_varlen(device: str, window: tuple[int, int]) -> None:
+    q, k, v = (x[0].transpose(0, 1).detach().to(device).requires_grad_() for x in inputs())
+    begins = torch.tensor(BEGINS, dtype=torch.int32, device=device)
+    aux = varlen.AuxRequest(lse=True)
+    out, lse = varlen.varlen_attn(
+        q, k, v, begins, begins, 26, 26, window_size=window, return_aux=aux
+    )
+    expected = flash_cute.forward_varlen(q, k, v, begins, window_size=window)
+    check_same((out, lse), expected)
+    check_same(gradients(out, q, k, v), gradients(expected[0], q, k, v))
+    used = torch.tensor([2, 0, 9], dtype=torch.int32, device=device)
+    with torch.no_grad():
+        into = torch.empty_like(q)
+        varlen.varlen_attn_out(into, q, k, v, begins, begins, 26, 26, seqused_k=used)
+        check_same([into], flash_cute.forward_varlen(q, k, v, begins, seqused_k=used)[:1])
+
+
+def test_dense_layout_of_the_varlen_op() -> None:
+    """(B, N, H, D), as other libraries call it."""
+    q, k, v = (x.transpose(1, 2) for x in inputs())
+    out, lse, *_ = aten.flash_forward(
+        q, k, v, None, None, 29, 29, 0.0, True, False, window_size_left=7
+    )
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    expected = flash_cute.forward(*heads_first, True, window_size=(7, -1))
+    check_same((out.transpose(1, 2), lse), expected)
+    for more in ({"num_splits": 1}, {"block_table": q}, {"alibi_slopes": q}):
+        assert aten.flash_forward(q, k, v, None, None, 9, 9, 0.0, True, False, **more) is None
+    assert aten.flash_forward(q, k, v, None, None, 9, 9, 0.0, True, True) is None
+
+
+def test_unregister(calls: list[str]) -> None:
+    q, k, v = inputs()
+    aten.register("CPU")  # once more changes nothing
+    flash_cute.unregister(torch=True)
+    OP(q, k, v)
+    assert calls == ["forward"]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_it_says_that_cudnn_is_first(monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
+    monkeypatch.setattr(aten, "_cudnn_is_first", lambda: is_first)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        flash_cute.register(torch=True)
+    assert [("enable_cudnn_sdp(False)" in str(x.message)) for x in said] == [True] * is_first
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:PyTorch takes cuDNN")
+class TestOnTheGpu:
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_sdpa(self, is_causal: bool) -> None:
+        q, k, v = inputs(device="cuda")
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            theirs = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+            flash_cute.register(torch=True)
+            out = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+            expected = flash_cute.forward(q, k, v, is_causal)[0]
+            check_same([out], [expected])
+            torch.use_deterministic_algorithms(True)
+            try:
+                check_same(gradients(out, q, k, v), gradients(expected, q, k, v))
+            finally:
+                torch.use_deterministic_algorithms(False)
+            flash_cute.unregister()
+            again = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+            check_same([again], [theirs])
+
+    def test_dropout(self) -> None:
+        """PyTorch's kernel, and its backward with the same random state."""
+        q, k, v = inputs(device="cuda")
+        results = []
+        for is_registered in (False, True):
+            flash_cute.register(torch=is_registered)
+            torch.manual_seed(3)
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                out = scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+            results.append((out, *gradients(out, q, k, v)))
+        torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)  # dq is summed in any order
+
+    @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
+    def test_varlen(self, window: tuple[int, int]) -> None:
+        flash_cute.register(torch=True)
+        check_varlen("cuda", window)
+
+    def test_compile(self) -> None:
+        flash_cute.register(torch=True)
+        q, k, v = inputs(device="cuda")
+
+        @torch.compile(fullgraph=True)
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        check_same([attend(q, k, v)], [flash_cute.forward(q, k, v, True)[0]])
