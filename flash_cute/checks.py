@@ -26,17 +26,7 @@ ARCHS = ("sm80", "sm90")
 
 #: What the kernels do not serve yet, while the CPU does. The op on CUDA has the same list
 #: (csrc/cute_fa2/torch/tensors.h: check_served).
-NOT_ON_GPUS = (
-    "learnable_sink",
-    "alibi_slopes",
-    "bias",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "key_start",
-    "softcap",
-)
+NOT_ON_GPUS = ("alibi_slopes", "bias", "softcap")
 
 #: What to use instead where flash_cute cannot.
 SDPA = "torch.nn.functional.scaled_dot_product_attention"

@@ -42,7 +42,7 @@ void add(emulator::Session& session, const BwdParams& params, const BwdPlan& pla
 extern "C" {
 
 struct CBackward : emulator::CCall {
-  CTensor dout, dlse;  // dlse.data may be null
+  CTensor dout, dlse;         // dlse.data may be null
   CTensor dq, dk, dv, dsink;  // dsink.data may be null
   int32_t deterministic;
 };

@@ -16,8 +16,8 @@ class GlobalMemory {
   // A tensor of up to 3 dimensions of rows; strides in bytes. Every byte of an output and of a
   // workspace must be written exactly once. An output is never read, a workspace by launches after
   // the one that has written it. Such a launch may instead add to it, in several CTAs. Then later
-  // ones may read it. Of kPartly some may stay unwritten. Sums need not be written. A launch may store them, add to them and read them,
-  // each byte in this order.
+  // ones may read it. Of kPartly some may stay unwritten. Sums need not be written. A launch may
+  // store them, add to them and read them, each byte in this order.
   struct Tensor {
     const char* name;
     Use use;

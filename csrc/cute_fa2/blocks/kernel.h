@@ -1,5 +1,6 @@
-// The first kernel of a call with sequences of their own lengths (MaskKind::kPacked). It lists their
-// blocks, those with the most work first, and clears the rows of results that no sequence has.
+// The first kernel of a call with sequences of their own lengths (MaskKind::kPacked). It lists
+// their blocks, those with the most work first, and clears the rows of results that no sequence
+// has.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -53,14 +54,15 @@ struct BlocksKernel {
     const int begin = cute::min(thread * each, request.list.bound);
     const int end = cute::min(begin + each, request.list.bound);
     auto* const in_place = const_cast<SequenceBlock*>(request.list.in_place);
-    auto* const sorted = const_cast<SequenceBlock*>(request.list.sorted);
+    auto* const sorted = const_cast<SequenceTile*>(request.list.sorted);
 
     // A counting sort that keeps the order within a bucket: by thread, then by place.
     for (auto& bucket : smem.counts) bucket[thread] = 0;
-    for_each_block(params, request, begin, end, [&](int place, SequenceBlock block, int bucket) {
-      in_place[place] = block;
-      if (block.batch >= 0) ++smem.counts[bucket][thread];
-    });
+    for_each_block(params, request, begin, end,
+                   [&](int place, SequenceBlock block, const Sequence&, BlockRange seen) {
+                     in_place[place] = block;
+                     if (block.batch >= 0) ++smem.counts[bucket_of(request, seen)][thread];
+                   });
     platform::sync_cta();  // all threads have counted
 
     // kBuckets of the counts, one behind the other, are this thread's to sum.
@@ -84,12 +86,19 @@ struct BlocksKernel {
     if (thread == 0) *const_cast<int*>(request.list.count) = smem.sums[now][kThreads - 1];
     platform::sync_cta();  // all know where their blocks go
 
-    for_each_block(params, request, begin, end, [&](int, SequenceBlock block, int bucket) {
-      if (block.batch >= 0) sorted[smem.counts[bucket][thread]++] = block;
-    });
+    for_each_block(
+        params, request, begin, end,
+        [&](int, SequenceBlock block, const Sequence& sequence, BlockRange seen) {
+          if (block.batch < 0) return;
+          const int first_index = Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
+                                                        block.batch, request.index_rows);
+          sorted[smem.counts[bucket_of(request, seen)][thread]++] = {
+              block.batch,      block.block,    first_index,      seen.begin,    seen.end,
+              sequence.first_q, sequence.len_q, sequence.first_k, sequence.len_k};
+        });
   }
 
-  // Calls visit(place, block, bucket) for the places [begin, end).
+  // Calls visit(place, block, its sequence, the blocks that it sees) for the places [begin, end).
   template <class Visit>
   static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockRequest& request,
                                          int begin, int end, const Visit& visit) {
@@ -115,26 +124,29 @@ struct BlocksKernel {
       const int block = place - first, row0 = block * request.rows;
       const int length = request.of_keys ? sequence.len_k : sequence.len_q;
       if (block < 0 || row0 >= length) {
-        visit(place, SequenceBlock{-1, 0}, 0);
+        visit(place, SequenceBlock{-1, 0}, sequence, BlockRange{0, 0});
       } else {
-        visit(place, SequenceBlock{batch, block}, bucket_of(params, request, sequence, row0));
+        visit(place, SequenceBlock{batch, block}, sequence,
+              seen_of(params, request, sequence, row0));
       }
     }
   }
 
-  static CUTE_DEVICE int bucket_of(const AttentionParams& params, const BlockRequest& request,
-                                   const Sequence& sequence, int row0) {
-    if (!request.sorts) return 0;
+  static CUTE_DEVICE BlockRange seen_of(const AttentionParams& params, const BlockRequest& request,
+                                        const Sequence& sequence, int row0) {
     const Mask<MaskKind::kPacked, UnpackedRows> mask(params, sequence, UnpackedRows{});
     const int length = request.of_keys ? sequence.len_k : sequence.len_q;
     const int row_end = cute::min(row0 + request.rows, length);
-    const BlockRange seen =
-        request.of_keys
-            ? mask.visible_row_blocks(row0, row_end, sequence.len_q, request.other_rows)
-            : mask.visible_blocks(row0, row_end, request.other_rows);
+    return request.of_keys
+               ? row_blocks_that_see(mask, row0, row_end, sequence.len_q, request.other_rows)
+               : mask.visible_blocks(row0, row_end, request.other_rows);
+  }
+
+  static CUTE_DEVICE int bucket_of(const BlockRequest& request, BlockRange seen) {
+    if (!request.sorts) return 0;
     const int work = cute::max(0, seen.end - seen.begin);
     int octave = 0;
-    while (work >> octave > 1) ++octave;  // fault: blocks-order
+    while (work >> octave > 1) ++octave;
     const int half = octave > 0 ? work >> (octave - 1) & 1 : 0;
     const int size = work == 0 ? 0 : cute::min(1 + 2 * octave + half, kBuckets - 1);
     return kBuckets - 1 - size;

@@ -29,9 +29,8 @@ class Mask {
   CUTE_DEVICE Mask(const AttentionParams& params, const Sequence& sequence, const Rows& rows)
       : key_begin_(sequence.key_begin),
         key_end_(sequence.key_end),
-        band_(kKind == MaskKind::kPacked
-                  ? params.band.of_sequence(sequence.len_q, sequence.len_k)
-                  : params.band),
+        band_(kKind == MaskKind::kPacked ? params.band.of_sequence(sequence.len_q, sequence.len_k)
+                                         : params.band),
         rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {
@@ -117,5 +116,16 @@ class Mask {
   Band band_;
   [[no_unique_address]] Rows rows_;  // of two rows, the later one's query is no earlier
 };
+
+// As Mask::visible_row_blocks, but without a last block that sees none of the keys.
+template <class TileMask>
+CUTE_DEVICE BlockRange row_blocks_that_see(const TileMask& mask, int key_begin, int key_end,
+                                           int len_q, int block_m) {
+  BlockRange rows = mask.visible_row_blocks(key_begin, key_end, len_q, block_m);
+  if (rows.end <= rows.begin) return rows;
+  const int row0 = (rows.end - 1) * block_m, row_end = cute::min(row0 + block_m, len_q);
+  if (mask.begin(row0) >= key_end || mask.end(row_end - 1) <= key_begin) --rows.end;
+  return rows;
+}
 
 }  // namespace flash_cute

@@ -5,6 +5,7 @@
 
 #include <cute/config.hpp>
 
+#include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "host/params.h"
 
@@ -17,10 +18,25 @@ class PackedTiles {
 
   CUTE_DEVICE int count() const { return *list_.count * heads_.divisor; }
   CUTE_DEVICE TileCoord tile(int index) const {
-    int number, head;
+    int head;
+    return coord(entry(index, head), head);
+  }
+  CUTE_DEVICE Sequence sequence(int index) const {
+    int head;
+    return sequence(entry(index, head));
+  }
+
+  // The entry of tile `index`, which is of head `head`.
+  CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
+    int number;
     heads_(number, head, index);
-    const SequenceBlock block = list_.sorted[number];
-    return {block.block, head, block.batch, 0};
+    return list_.sorted[number];
+  }
+  static CUTE_DEVICE TileCoord coord(const SequenceTile& entry, int head) {
+    return {entry.block, head, entry.batch, 0};
+  }
+  static CUTE_DEVICE Sequence sequence(const SequenceTile& entry) {
+    return {entry.len_q, entry.len_k, entry.first_q, entry.first_k, 0, entry.len_k};
   }
 
  private:

@@ -37,7 +37,11 @@ struct Sequence {
   }
   static CUTE_HOST_DEVICE Sequence of_split(const FwdParams& params, int split) {
     const int begin = split * params.splits.keys;
-    return {params.len_q, params.len_k, 0, 0, begin,
+    return {params.len_q,
+            params.len_k,
+            0,
+            0,
+            begin,
             cute::min(params.len_k, begin + params.splits.keys)};
   }
 

@@ -17,6 +17,7 @@ struct BlockRequest {
   bool sorts;  // else the list is in the order of memory
   int rows;
   int other_rows;
+  int index_rows;  // of the blocks that SequenceTile::first_index counts
 };
 
 // A result whose rows outside of all sequences become `word`, 4 bytes each. Strides count words.
@@ -38,17 +39,25 @@ struct BlockRequests {
   BlockRequest lists[kMaxLists];
   UnusedRows results[kMaxResults];
 
-  void add(const BlockRequest& request) { lists[list_count++] = request; }
+  void add(const BlockRequest& request) {
+    if (request.list.bound > 0) lists[list_count++] = request;
+  }
   // Of 2-byte elements.
   void add_unused(const TensorView<void*>& view, int heads, int columns, bool of_keys) {
-    results[result_count++] = {view.data,           view.stride_batch / 2, view.stride_head / 2,
-                               view.stride_row / 2, heads,                 columns / 2,
-                               of_keys,             0};
+    results[result_count++] = {view.data,
+                               view.stride_batch / 2,
+                               view.stride_head / 2,
+                               view.stride_row / 2,
+                               heads,
+                               columns / 2,
+                               of_keys,
+                               0};
   }
   void add_unused_lse(const TensorView<float*>& view, int heads) {
     constexpr uint32_t kMinusInf = 0xff800000;
-    results[result_count++] = {view.data, view.stride_batch, view.stride_head, view.stride_row,
-                               heads,     1,                 false,            kMinusInf};
+    results[result_count++] = {
+        view.data, view.stride_batch, view.stride_head, view.stride_row, heads, 1,
+        false,     kMinusInf};
   }
 };
 

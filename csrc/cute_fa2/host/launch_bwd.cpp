@@ -16,18 +16,21 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
                   .of_keys = true,
                   .sorts = plan.arch == Arch::kSm90 || !params.deterministic,
                   .rows = plan.block_n,
-                  .other_rows = plan.block_m});
+                  .other_rows = plan.block_m,
+                  .index_rows = plan.block_m});
     requests.add({.list = params.row_blocks,
                   .of_keys = false,
                   .sorts = false,
                   .rows = plan.block_m,
-                  .other_rows = plan.block_n});
+                  .other_rows = plan.block_n,
+                  .index_rows = plan.block_m});
     if (plan.dq_blocks > 0) {
       requests.add({.list = params.dq_tiles,
                     .of_keys = false,
                     .sorts = true,
                     .rows = plan.dq_block_m,
-                    .other_rows = plan.block_n});
+                    .other_rows = plan.block_n,
+                    .index_rows = plan.block_m});
     }
     requests.add_unused(params.dq, params.heads_q, params.head_dim, false);
     requests.add_unused(params.dk, params.heads_kv(), params.head_dim, true);
@@ -36,6 +39,7 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   }
   launch_preprocess(params, plan, device, stream);
   if (params.dsink) launch_sink_gradient(params, plan, device, stream);
+  if (params.len_k == 0) return;  // that of a sink alone was asked for
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
     dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {

@@ -64,10 +64,12 @@ struct SplitKV {
 };
 
 // Sequences whose lengths and places device memory has (MaskKind::kPacked). Packed ones lie one
-// behind the other, and the tensors have one entry of the batch: then `cu_seqlens` are there. Padded
-// ones have an entry each. Keys and queries outside of a sequence are never read. Each may be null.
+// behind the other, and the tensors have one entry of the batch: then `cu_seqlens` are there.
+// Padded ones have an entry each. Keys and queries outside of a sequence are never read. Each may
+// be null.
 struct SequenceTable {
-  const int* cu_seqlens_q;  // (batch + 1): the first row of each in q and out, and where the last ends
+  const int*
+      cu_seqlens_q;  // (batch + 1): the first row of each in q and out, and where the last ends
   const int* cu_seqlens_k;  // likewise, in k and v
   const int* seqused_q;     // (batch): the rows of a sequence in use
   const int* seqused_k;
@@ -80,12 +82,25 @@ struct alignas(8) SequenceBlock {
   int block;
 };
 
+// A tile of such rows (or keys), with all that a kernel has to know of its sequence.
+struct alignas(16) SequenceTile {
+  int batch;
+  int block;
+  int first_index;  // of the sequence's blocks of statistics in the backward, by their place
+  int begin;        // the blocks of the other side that it works on
+  int end;
+  int first_q;
+  int len_q;
+  int first_k;
+  int len_k;
+};
+
 // The blocks of all sequences, as the device finds them before the other kernels (blocks/kernel.h).
 struct BlockList {
-  int bound = 0;                   // at most so many
-  const int* count = nullptr;      // so many there are
-  const SequenceBlock* sorted{};   // those with the most work first
-  const SequenceBlock* in_place{}; // (bound): by their place in memory (Sequence::first_block)
+  int bound = 0;                    // at most so many
+  const int* count = nullptr;       // so many there are
+  const SequenceTile* sorted{};     // those with the most work first
+  const SequenceBlock* in_place{};  // (bound): by their place in memory (Sequence::first_block)
 };
 
 // What a forward and its backward have in common.

@@ -107,10 +107,8 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
 
 // The blocks of a plan, once its tile is known.
 void count_blocks(BwdPlan& plan, const BwdParams& params) {
-  plan.m_blocks =
-      count_blocks(params, params.sequences.cu_seqlens_q, params.len_q, plan.block_m);
-  plan.n_blocks =
-      count_blocks(params, params.sequences.cu_seqlens_k, params.len_k, plan.block_n);
+  plan.m_blocks = count_blocks(params, params.sequences.cu_seqlens_q, params.len_q, plan.block_m);
+  plan.n_blocks = count_blocks(params, params.sequences.cu_seqlens_k, params.len_k, plan.block_n);
 }
 
 // The rest of a plan, once it is known where dQ comes from.
@@ -151,7 +149,8 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   plan.block_m = config.block_m;
   plan.block_n = config.block_n;
   count_blocks(plan, params);
-  plan.dq_by = config.stores_dq() && plan.n_blocks == 1 && !params.is_packed() ? DqBy::kTile : DqBy::kSums;
+  plan.dq_by =
+      config.stores_dq() && plan.n_blocks == 1 && !params.is_packed() ? DqBy::kTile : DqBy::kSums;
   finish(plan, params, overrides, device);
   return plan;
 }
@@ -162,6 +161,7 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
+  if (p.len_k == 0) return "k has no keys";
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
   if (why_not.empty()) {
@@ -191,8 +191,8 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   // Sums in memory are in any order.
   const bool one_pass = entry.keys.is_one_pass();
   plan.dq_by = one_pass && plan.n_blocks == 1 && !params.is_packed() ? DqBy::kTile
-               : one_pass && !params.deterministic ? DqBy::kSums
-                                                   : DqBy::kOwnKernel;
+               : one_pass && !params.deterministic                   ? DqBy::kSums
+                                                                     : DqBy::kOwnKernel;
   if (plan.dq_by == DqBy::kOwnKernel) {
     plan.dq_order = order_dq_tiles(params, entry.rows, device);
     plan.dq_block_m = entry.rows.block_m();

@@ -40,7 +40,10 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t 
   const int tiles = plan.blocks * plan.gqa.heads;
   plan.schedule = {.policy = ctas < tiles ? SchedulePolicy::kPersistentList : SchedulePolicy::kList,
                    .block_m = block_m,
-                   .order = {.m_blocks = plan.blocks, .heads = plan.gqa.heads, .head_group = 1, .first_head_group = 1},
+                   .order = {.m_blocks = plan.blocks,
+                             .heads = plan.gqa.heads,
+                             .head_group = 1,
+                             .first_head_group = 1},
                    .tail = TailSplit::none(tiles, block_m),
                    .ctas = static_cast<int>(std::min<int64_t>(ctas, tiles))};
   Allocator count(nullptr);

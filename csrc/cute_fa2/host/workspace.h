@@ -20,7 +20,7 @@ class Allocator {
     BlockList list;
     list.bound = static_cast<int>(bound);
     list.count = take<int>(bound > 0 ? 1 : 0);
-    list.sorted = take<SequenceBlock>(bound);
+    list.sorted = take<SequenceTile>(bound);
     list.in_place = take<SequenceBlock>(bound);
     return list;
   }

@@ -94,12 +94,11 @@ struct PreprocessKernel {
         return mask.begin(row0) < mask.end(row_end - 1) ? tiles.end - tiles.begin : 0;
       };
       // A band serves every mask.
-      const int expected =
-          params.is_packed()
-              ? tiles_that_add(
-                    Mask<MaskKind::kPacked, UnpackedRows>(params, sequence, UnpackedRows{}))
-              : tiles_that_add(
-                    Mask<MaskKind::kBanded, UnpackedRows>(params, sequence, UnpackedRows{}));
+      const int expected = params.is_packed()
+                               ? tiles_that_add(Mask<MaskKind::kPacked, UnpackedRows>(
+                                     params, sequence, UnpackedRows{}))
+                               : tiles_that_add(Mask<MaskKind::kBanded, UnpackedRows>(
+                                     params, sequence, UnpackedRows{}));
       if (thread == 0) {
         DqAdders& adders = params.workspace.adders[block];
         adders.begun = adders.stored = 0;

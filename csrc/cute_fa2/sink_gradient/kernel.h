@@ -1,5 +1,6 @@
-// The gradient of a learnable sink, of what the preprocess kernel has found of each row: the sink of
-// a head gets -sum(P_sink * delta) over its rows, with P_sink = e^(sink - lse). A CTA for each head.
+// The gradient of a learnable sink, of what the preprocess kernel has found of each row: the sink
+// of a head gets -sum(P_sink * delta) over its rows, with P_sink = e^(sink - lse). A CTA for each
+// head.
 #pragma once
 
 #include <cute/config.hpp>
@@ -34,8 +35,7 @@ struct SinkGradientKernel {
     for (int entry = 0; entry < (params.is_packed() ? 1 : params.batch); ++entry) {
       for (int block = 0; block < params.m_blocks; ++block) {
         if (params.is_packed() && params.row_blocks.in_place[block].batch < 0) continue;
-        const int64_t index =
-            (int64_t{entry} * params.heads_q + head) * params.m_blocks + block;
+        const int64_t index = (int64_t{entry} * params.heads_q + head) * params.m_blocks + block;
         for (int row = thread; row < arguments.block_m; row += Traits::kThreads) {
           const RowGradStats& stats = params.workspace.stats[index * arguments.block_m + row];
           sum -= platform::exp2(sink_log2 - stats.lse_log2) * stats.delta;  // fault: sink-gradient

@@ -77,8 +77,7 @@ class TmaKV {
   CUTE_DEVICE void load_k(Element* target, hopper::Barrier& arrival, const Sequence& sequence,
                           int n_block, int kv_head, int batch) const {
     tma_load_rows<kBlockN, Traits::kHeadDim, Traits::kStrip>(
-        maps_.k, params_.k, target, arrival, n_block * kBlockN + sequence.first_k, kv_head,
-        batch);
+        maps_.k, params_.k, target, arrival, n_block * kBlockN + sequence.first_k, kv_head, batch);
   }
   CUTE_DEVICE void load_v(Element* target, hopper::Barrier& arrival, const Sequence& sequence,
                           int n_block, int kv_head, int batch) const {
@@ -88,8 +87,8 @@ class TmaKV {
       const bool is_empty = sequence.len_k == 0;
       const int end = is_empty ? 1 : sequence.first_k + sequence.len_k;  // fault: ragged-end
       const int row = params_.len_k - (is_empty ? 1 : sequence.len_k) + n_block * kBlockN;
-      tma_load_rows<kBlockN, Traits::kHeadDimV, Traits::kStripV>(
-          maps_.v, params_.v, target, arrival, row, kv_head, batch, end);
+      tma_load_rows<kBlockN, Traits::kHeadDimV, Traits::kStripV>(maps_.v, params_.v, target,
+                                                                 arrival, row, kv_head, batch, end);
     } else {
       tma_load_rows<kBlockN, Traits::kHeadDimV, Traits::kStripV>(
           maps_.v, params_.v, target, arrival, n_block * kBlockN, kv_head, batch);

@@ -70,9 +70,10 @@ struct Tiling {
 // dimension counts once. The stride of a dimension of one step means nothing, and is that of the
 // dimension before. The driver's documentation wants strides that are multiples of those before.
 //
-// A ragged map ends where a sequence does. Its second dimension goes along the rows, too. Row r of a
-// sequence of n rows, the last of which is ahead of the tensor's row `end`, has the coordinates
-// (end, rows - n + r): from r = n on it lies outside. The map begins so many rows ahead of the tensor.
+// A ragged map ends where a sequence does. Its second dimension goes along the rows, too. Row r of
+// a sequence of n rows, the last of which is ahead of the tensor's row `end`, has the coordinates
+// (end, rows - n + r): from r = n on it lies outside. The map begins so many rows ahead of the
+// tensor.
 template <class Pointer>
 CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& map) {
   struct Dimension {
@@ -81,9 +82,9 @@ CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& m
     int box;
   };
   Dimension dimensions[5] = {{1, t.columns, t.strip},
-                                   {t.view.stride_head, t.group, t.box_group},
-                                   {t.view.stride_row, t.rows, t.box_rows},
-                                   {t.view.stride_head * t.group, t.heads / t.group, 1},
+                             {t.view.stride_head, t.group, t.box_group},
+                             {t.view.stride_row, t.rows, t.box_rows},
+                             {t.view.stride_head * t.group, t.heads / t.group, 1},
                              {t.view.stride_batch, batch, 1}};
   const char* data = static_cast<const char*>(static_cast<const void*>(t.view.data));
   const int bytes = bytes_of(dtype);
@@ -104,8 +105,8 @@ CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& m
   static const auto encode_tiled =
       driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   return encode_tiled(
-      &map, data_type_of(dtype), 5, const_cast<char*>(data), sizes,
-      strides + 1, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      &map, data_type_of(dtype), 5, const_cast<char*>(data), sizes, strides + 1, box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
       t.strip * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
@@ -148,8 +149,8 @@ std::string encode_fwd_maps(const FwdParams& params, const FwdPlan& plan, Tensor
                   strip, box_group,      box_rows / box_group};
   };
   const auto keys = [&](const auto& view, int columns, int strip, bool is_ragged = false) {
-    return Tiling{view,  params.heads_kv(), 1,         params.len_k, columns,
-                  strip, 1,           config.block_n, is_ragged};
+    return Tiling{view, params.heads_kv(), 1,        params.len_k, columns, strip,
+                  1,    config.block_n,    is_ragged};
   };
 
   Encoder encoder(params);

@@ -152,6 +152,7 @@ class PackedTileScheduler {
     const int row0 = tile.m_block * block_m_;
     return {row0, row0 + block_m_, tile.head, tile.batch};
   }
+  CUTE_DEVICE Sequence sequence(int index) const { return tiles_.sequence(index); }
 
  private:
   PackedTiles tiles_;

@@ -8,10 +8,9 @@ namespace flash_cute {
 // The threads and registers of a CTA of consumers and a producer, as FwdConfigSm90's.
 struct WarpgroupRoles {
   int consumers;
-  bool is_packed = false;  // MaskKind::kPacked: the producer finds out where sequences lie
   constexpr int threads() const { return (consumers + 1) * 128; }
   constexpr int launch_registers() const { return 65536 / threads() / 8 * 8; }
-  constexpr int producer_registers() const { return consumers == 3 ? 32 : is_packed ? 40 : 24; }
+  constexpr int producer_registers() const { return consumers == 3 ? 32 : 24; }
   constexpr int consumer_registers() const {
     return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
   }
@@ -35,7 +34,7 @@ struct BwdConfigSm90 {
   constexpr int block_n() const {
     return is_one_pass() ? consumers * kConsumerKeys : kConsumerKeys;
   }
-  constexpr WarpgroupRoles roles(bool is_packed = false) const { return {consumers, is_packed}; }
+  constexpr WarpgroupRoles roles() const { return {consumers}; }
   // K, V, Q and dO; one pass: dS, each consumer's dQ; by roles: P; the rows' statistics and
   // barriers, in whole KB.
   constexpr int smem_bytes(int element_bytes) const {

@@ -62,7 +62,7 @@ struct TileEntrySm90 {
   int row_cost = 100;     // time of a query row, in per cent of that in the head dim's first entry
   bool split_kv = false;  // serves split-KV, of any mask; one entry of a head dim
 
-  bool packed = false;    // serves MaskKind::kPacked; one entry of a head dim
+  bool packed = false;  // serves MaskKind::kPacked; one entry of a head dim
 
   constexpr bool serves(MaskKind mask) const {
     switch (mask) {
@@ -82,22 +82,22 @@ struct TileEntrySm90 {
 inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     // head_dim, head_dim_v, consumers, block_n, stages, q_stages, ping_pong;
     // full, banded, row_cost, split_kv, packed
-    {{32, 32, 4, 64, 4, 2, false}, true, true, 100, false, true},               // 1.43, N 512 and 4096
-    {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true},  // not timed
-    {{64, 64, 4, 64, 6, 2, false}, true, true, 100, false, true},               // 1.25, N 512 and 4096
-    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true},    // 1.20 of the one above, few tiles
-    {{96, 96, 3, 96, 3, 2, true}, true, false},               // 1.40, N 4096
-    {{96, 96, 4, 48, 4, 2, true}, true, false, 110},          // 1.22, N 512
-    {{96, 96, 3, 64, 4, 2, false}, false, true, 100, false, true},              // 1.36, N 512 and 4096
-    {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},  // not timed
-    {{128, 128, 3, 64, 2, 2, false}, true, true, 100, false, true},             // 1.21, N 4096
-    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true},  // 1.06, N 512
-    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true},   // 1.18, N 512 and 4096
-    {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},   // 1.17, N 512 and 4096
+    {{32, 32, 4, 64, 4, 2, false}, true, true, 100, false, true},  // 1.43, N 512 and 4096
+    {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true},       // not timed
+    {{64, 64, 4, 64, 6, 2, false}, true, true, 100, false, true},  // 1.25, N 512 and 4096
+    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true},  // 1.20 of the one above, few tiles
+    {{96, 96, 3, 96, 3, 2, true}, true, false},             // 1.40, N 4096
+    {{96, 96, 4, 48, 4, 2, true}, true, false, 110},        // 1.22, N 512
+    {{96, 96, 3, 64, 4, 2, false}, false, true, 100, false, true},   // 1.36, N 512 and 4096
+    {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},         // not timed
+    {{128, 128, 3, 64, 2, 2, false}, true, true, 100, false, true},  // 1.21, N 4096
+    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true},         // 1.06, N 512
+    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true},    // 1.18, N 512 and 4096
+    {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},    // 1.17, N 512 and 4096
 };
 
 // The index of the entry of heads of `head_dim` (a bucket) that has `property`, or -1.
-constexpr int select_fwd_sm90(int head_dim, bool TileEntrySm90::*property) {
+constexpr int select_fwd_sm90(int head_dim, bool TileEntrySm90::* property) {
   int index = 0;
   for (const TileEntrySm90& entry : kFwdTilesSm90) {
     if (entry.config.head_dim == head_dim && entry.*property) return index;

@@ -13,31 +13,39 @@ namespace flash_cute {
 namespace {
 
 bool has_sizes(const Tensor& t, const int64_t* sizes, int64_t dims) {
-  return t.dim() == dims && std::equal(sizes, sizes + dims, Geometry(t).sizes);
+  return t.dim() == dims && std::equal(sizes, sizes + dims, t.sizes().data());
 }
 
 // What memory safety needs of a forward's results and their gradients. `q` has been checked.
 void check_results(const Tensor& q, const Tensor& out, const Tensor& lse,
                    const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
                    int32_t dtype, int32_t device) {
-  const int64_t* sizes = Geometry(q).sizes;
-  const auto check = [&](const char* name, const Tensor& t, int64_t dims, int32_t wanted) {
-    STD_TORCH_CHECK(has_sizes(t, sizes, dims), name, " must have q's shape",
-                    dims == 4 ? "" : " without the head dim");
+  const int64_t dims = q.dim();
+  const int64_t* const sizes = q.sizes().data();
+  const int64_t packed_rows[2] = {sizes[1], sizes[0]};
+  const auto check = [&](const char* name, const Tensor& t, bool has_columns, int32_t wanted) {
+    STD_TORCH_CHECK(
+        has_sizes(t, has_columns || dims == 4 ? sizes : packed_rows, has_columns ? dims : dims - 1),
+        name, " must have q's shape",
+        has_columns ? "" : " without the head dim, and of packed ones heads first");
     STD_TORCH_CHECK(dtype_of(t) == wanted, name, " must be ",
-                    dims == 4 ? "of q's dtype" : "float32");
+                    has_columns ? "of q's dtype" : "float32");
     STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name, " must be on q's device");
   };
   const int32_t fp32 = aoti_torch_dtype_float32();
-  check("out", out, 4, dtype);
-  if (dout) check("dout", *dout, 4, dtype);
-  check("softmax_lse", lse, 3, fp32);
-  if (dlse) check("dlse", *dlse, 3, fp32);
+  check("out", out, true, dtype);
+  if (dout) check("dout", *dout, true, dtype);
+  check("softmax_lse", lse, false, fp32);
+  if (dlse) check("dlse", *dlse, false, fp32);
 }
 
+// (batch, heads, rows), or (heads, rows) of packed sequences.
 TensorView<const float*> rows_of(const Tensor& t) {
-  const Geometry g(t);
-  return {static_cast<const float*>(t.data_ptr()), g.step(0), g.step(1), g.step(2)};
+  const int64_t first = t.dim() - 3;
+  const auto step = [&](int64_t dim) {
+    return first + dim >= 0 && t.sizes()[first + dim] > 1 ? t.strides()[first + dim] : 0;
+  };
+  return {static_cast<const float*>(t.data_ptr()), step(0), step(1), step(2)};
 }
 
 }  // namespace
@@ -51,25 +59,42 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
     std::optional<Tensor> key_start, std::optional<double> softmax_scale, int64_t window_left,
     int64_t window_right, std::optional<int64_t> diagonal_offset, double softcap,
     bool deterministic, bool /*bias_grad*/, std::optional<std::string> tuning) {
-  check_served(learnable_sink, alibi_slopes, bias, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-               key_start, softcap);
+  check_served(alibi_slopes, bias, softcap);
   const BwdOverrides overrides = parse_bwd_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
-  check_inputs(q, k, v, dtype, device, softmax_scale);
+  const bool is_packed = Sequences::is_packed(cu_seqlens_q, cu_seqlens_k);
+  check_inputs(q, k, v, dtype, device, is_packed, softmax_scale);
   check_results(q, out, softmax_lse, dout, dlse, dtype, device);
   const CurrentStream stream(device);
 
   const Geometry gq(q), gk(k), gv(v);
-  Tensor dq = new_like(q, gq, dtype, device);
-  Tensor dk = new_like(k, gk, dtype, device);
-  Tensor dv = new_like(v, gv, dtype, device);
-  Tensor dsink = torch::stable::new_empty(q, {0});
+  const int64_t heads_q = gq.sizes[1], stride = 1;
+  const int32_t fp32 = aoti_torch_dtype_float32();
+  const Sequences sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start,
+                            gq.sizes[0], device);
+  const Numbers sink("learnable_sink", learnable_sink, heads_q, fp32, device);
+  Tensor dq = new_like(q, dtype, device);
+  Tensor dk = new_like(k, dtype, device);
+  Tensor dv = new_like(v, dtype, device);
+  const int64_t of_sink = learnable_sink ? heads_q : 0;
+  Tensor dsink = empty_strided(1, &of_sink, &stride, fp32, device);
   Tensor dbias = torch::stable::new_empty(q, {0});
-  const int64_t rows = gq.sizes[0] * gq.sizes[1] * gq.sizes[2];
-  if (rows == 0 || gk.sizes[2] == 0 || (!dout && !dlse)) {
+  const auto results = [&] {
+    if (learnable_sink && dtype_of(*learnable_sink) != fp32) {
+      Tensor rounded = empty_strided(1, &of_sink, &stride, dtype_of(*learnable_sink), device);
+      torch::stable::copy_(rounded, dsink);
+      return std::tuple(dq, dk, dv, rounded, dbias);
+    }
+    return std::tuple(dq, dk, dv, dsink, dbias);
+  };
+  const int64_t rows = gq.sizes[0] * heads_q * gq.sizes[2];
+  const bool has_keys = gk.sizes[2] > 0, has_gradient = dout || dlse;
+  const bool is_empty = rows == 0 || sequences.count() == 0 || !has_gradient;
+  if (is_empty || !has_keys) {
     for (Tensor* gradient : {&dq, &dk, &dv}) torch::stable::zero_(*gradient);
-    return {dq, dk, dv, dsink, dbias};
+    if (is_empty) torch::stable::zero_(dsink);
+    if (is_empty || !learnable_sink) return results();
   }
 
   std::optional<Tensor> q_copy, k_copy, v_copy, out_copy, dout_copy, no_dout;
@@ -80,6 +105,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   Writable written_q(dq), written_k(dk), written_v(dv);
   BwdParams params{};
   set_attention(params, gq, gk, dtype, softmax_scale, window_left, window_right, diagonal_offset);
+  sequences.set(params, window_left, window_right, diagonal_offset);
+  params.sink = sink.data<const float>();
+  if (learnable_sink) params.dsink = static_cast<float*>(dsink.data_ptr());
   params.q = readable(q, q_copy);
   params.k = readable(k, k_copy);
   params.v = readable(v, v_copy);
@@ -95,8 +123,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   const BwdPlan plan = plan_bwd(params, overrides, properties_of(device), sm90::encode_bwd_maps);
   const Workspace workspace(plan.workspace_bytes, device);
   launch_bwd(plan, params, workspace.data(), device, stream.get());
-  for (Writable* gradient : {&written_q, &written_k, &written_v}) gradient->finish();
-  return {dq, dk, dv, dsink, dbias};
+  if (has_keys) {
+    for (Writable* gradient : {&written_q, &written_k, &written_v}) gradient->finish();
+  }
+  return results();
 }
 
 }  // namespace flash_cute

@@ -1,4 +1,5 @@
 // The op `fwd` on CUDA.
+#include <cmath>
 #include <string>
 #include <tuple>
 
@@ -20,30 +21,43 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
                                double softcap,
                                std::optional<bool> /*deterministic: for the backward*/,
                                std::optional<std::string> tuning) {
-  check_served(learnable_sink, alibi_slopes, bias, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-               key_start, softcap);
+  check_served(alibi_slopes, bias, softcap);
   const FwdOverrides overrides = parse_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
-  check_inputs(q, k, v, dtype, device, softmax_scale);
+  const bool is_packed = Sequences::is_packed(cu_seqlens_q, cu_seqlens_k);
+  check_inputs(q, k, v, dtype, device, is_packed, softmax_scale);
   const CurrentStream stream(device);
 
   const Geometry gq(q), gk(k);
   const int64_t batch = gq.sizes[0], heads_q = gq.sizes[1], len_q = gq.sizes[2];
+  const int32_t fp32 = aoti_torch_dtype_float32();
+  const Sequences sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start, batch,
+                            device);
+  const Numbers sink("learnable_sink", learnable_sink, heads_q, fp32, device);
   const int64_t lse_strides[3] = {heads_q * len_q, len_q, 1};
-  Tensor out = new_like(q, gq, dtype, device);
-  Tensor lse = empty_strided(3, gq.sizes, lse_strides, aoti_torch_dtype_float32(), device);
+  Tensor out = new_like(q, dtype, device);
+  // (batch, heads, rows), or (heads, rows) of packed sequences
+  Tensor lse =
+      empty_strided(is_packed ? 2 : 3, gq.sizes + is_packed, lse_strides + is_packed, fp32, device);
   if (batch * heads_q * len_q == 0) return {out, lse};
+  if (sequences.count() == 0) {
+    torch::stable::zero_(out);
+    torch::stable::fill_(lse, -INFINITY);
+    return {out, lse};
+  }
 
   std::optional<Tensor> q_copy, k_copy, v_copy;
   Writable written(out);
   FwdParams params{};
   set_attention(params, gq, gk, dtype, softmax_scale, window_left, window_right, diagonal_offset);
+  sequences.set(params, window_left, window_right, diagonal_offset);
+  params.sink = sink.data<const float>();
   params.q = readable(q, q_copy);
   params.k = readable(k, k_copy);
   params.v = readable(v, v_copy);
   params.out = written.view();
-  params.lse = {static_cast<float*>(lse.data_ptr()), lse_strides[0], lse_strides[1],
+  params.lse = {static_cast<float*>(lse.data_ptr()), is_packed ? 0 : lse_strides[0], lse_strides[1],
                 lse_strides[2]};
 
   const FwdPlan plan = plan_fwd(params, overrides, properties_of(device), sm90::encode_fwd_maps);

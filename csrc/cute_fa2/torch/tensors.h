@@ -27,11 +27,21 @@ namespace flash_cute {
 using torch::stable::Tensor;
 
 // The shape and strides of a tensor, asked for once, as each question is a call into libtorch.
+// Packed sequences (T, H, D) are seen as one entry of a batch, (1, H, T, D).
 struct Geometry {
-  const int64_t* sizes;
-  const int64_t* strides;
+  int64_t sizes[4];
+  int64_t strides[4];
 
-  explicit Geometry(const Tensor& t) : sizes(t.sizes().data()), strides(t.strides().data()) {}
+  explicit Geometry(const Tensor& t) {
+    const int64_t* const of_t = t.sizes().data();
+    const int64_t* const steps = t.strides().data();
+    const bool is_packed = t.dim() == 3;
+    for (int dim = 0; dim < 4; ++dim) {
+      const int from = !is_packed ? dim : dim == 3 ? 2 : 2 - dim;
+      sizes[dim] = is_packed && dim == 0 ? 1 : of_t[from];
+      strides[dim] = is_packed && dim == 0 ? 0 : steps[from];
+    }
+  }
 
   // How a dimension's elements lie apart; where there is at most one, the stride says nothing.
   int64_t step(int dim) const { return sizes[dim] > 1 ? strides[dim] : 0; }
@@ -48,10 +58,13 @@ TensorView<Pointer> view_of(const Geometry& g, void* data) {
   return {data, g.step(0), g.step(1), g.step(2)};
 }
 
-// A dense tensor of like's batch, heads and rows, with rows of whole chunks.
+// A dense tensor of like's shape, but with rows of whole chunks.
 inline Tensor new_padded(const Tensor& like) {
-  const int64_t* sizes = Geometry(like).sizes;
-  return torch::stable::new_empty(like, {sizes[0], sizes[1], sizes[2], whole_chunks(sizes[3])});
+  const int64_t* sizes = like.sizes().data();
+  return like.dim() == 3
+             ? torch::stable::new_empty(like, {sizes[0], sizes[1], whole_chunks(sizes[2])})
+             : torch::stable::new_empty(like,
+                                        {sizes[0], sizes[1], sizes[2], whole_chunks(sizes[3])});
 }
 
 // `t` as the kernels read it. If its rows have no chunks of 16 bytes, `copy` keeps a dense copy,
@@ -62,7 +75,7 @@ inline TensorView<const void*> readable(Tensor& t, std::optional<Tensor>& copy) 
   if (has_rows_of_16_bytes(g, data)) return view_of<const void*>(g, data);
   copy = new_padded(t);
   if (g.sizes[3] % 8 != 0) torch::stable::zero_(*copy);
-  Tensor columns = torch::stable::narrow(*copy, 3, 0, g.sizes[3]);
+  Tensor columns = torch::stable::narrow(*copy, t.dim() - 1, 0, g.sizes[3]);
   torch::stable::copy_(columns, t);
   return view_of<const void*>(Geometry(*copy), copy->data_ptr());
 }
@@ -77,16 +90,20 @@ inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* s
 
 // torch.empty_like, without the detour through the dispatcher for the tensors that people have:
 // dense, in any order of the dimensions.
-inline Tensor new_like(const Tensor& t, const Geometry& g, int32_t dtype, int32_t device) {
+inline Tensor new_like(const Tensor& t, int32_t dtype, int32_t device) {
+  const int64_t dims = t.dim();
+  const int64_t* const sizes = t.sizes().data();
+  const int64_t* const strides = t.strides().data();
   int order[4] = {0, 1, 2, 3};
-  std::sort(order, order + 4, [&](int a, int b) { return g.strides[a] < g.strides[b]; });
+  std::sort(order, order + dims, [&](int a, int b) { return strides[a] < strides[b]; });
   int64_t dense_stride = 1;
-  for (int dim : order) {
-    if (g.sizes[dim] == 1) continue;
-    if (g.strides[dim] != dense_stride) return torch::stable::empty_like(t);
-    dense_stride *= g.sizes[dim];
+  for (int i = 0; i < dims; ++i) {
+    const int dim = order[i];
+    if (sizes[dim] == 1) continue;
+    if (strides[dim] != dense_stride) return torch::stable::empty_like(t);
+    dense_stride *= sizes[dim];
   }
-  return empty_strided(4, g.sizes, g.strides, dtype, device);
+  return empty_strided(dims, sizes, strides, dtype, device);
 }
 
 inline int32_t dtype_of(const Tensor& t) {
@@ -103,17 +120,16 @@ inline std::optional<DType> dtype_from(int32_t dtype) {
 
 // What memory safety needs. `device` is q's.
 inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dtype,
-                         int32_t device, std::optional<double> softmax_scale) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4,
-                  "q, k and v must have 4 dimensions");
+                         int32_t device, bool is_packed, std::optional<double> softmax_scale) {
+  STD_TORCH_CHECK(q.dim() == (is_packed ? 3 : 4) && k.dim() == q.dim() && v.dim() == q.dim(),
+                  "q, k and v must have ", is_packed ? 3 : 4, " dimensions");
   STD_TORCH_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda() && k.get_device_index() == device &&
                       v.get_device_index() == device,
                   "q, k and v must be on the same CUDA device");
   STD_TORCH_CHECK(dtype_from(dtype) && dtype_of(k) == dtype && dtype_of(v) == dtype,
                   "q, k and v must be all float16 or all bfloat16");
-  const int64_t* size_q = Geometry(q).sizes;
-  const int64_t* size_k = Geometry(k).sizes;
-  const int64_t* size_v = Geometry(v).sizes;
+  const Geometry gq(q), gk(k), gv(v);
+  const int64_t *size_q = gq.sizes, *size_k = gk.sizes, *size_v = gv.sizes;
   STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= kMaxHeadDim && size_k[3] == size_q[3] &&
                       size_v[3] == size_q[3],
                   "q, k and v must have the same head dim, from 1 to 256");
@@ -131,27 +147,90 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int3
 }
 
 // Refuses what the kernels do not serve yet; flash_cute/checks.py has the same list.
-inline void check_served(const std::optional<Tensor>& learnable_sink,
-                         const std::optional<Tensor>& alibi_slopes,
-                         const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& cu_seqlens_q,
-                         const std::optional<Tensor>& cu_seqlens_k,
-                         const std::optional<Tensor>& seqused_q,
-                         const std::optional<Tensor>& seqused_k,
-                         const std::optional<Tensor>& key_start, double softcap) {
+inline void check_served(const std::optional<Tensor>& alibi_slopes,
+                         const std::optional<Tensor>& bias, double softcap) {
   const auto check = [](bool given, const char* name) {
     STD_TORCH_CHECK(!given, name, " is not served on GPUs yet");
   };
-  check(learnable_sink.has_value(), "learnable_sink");
   check(alibi_slopes.has_value(), "alibi_slopes");
   check(bias.has_value(), "bias");
-  check(cu_seqlens_q.has_value(), "cu_seqlens_q");
-  check(cu_seqlens_k.has_value(), "cu_seqlens_k");
-  check(seqused_q.has_value(), "seqused_q");
-  check(seqused_k.has_value(), "seqused_k");
-  check(key_start.has_value(), "key_start");
   check(softcap != 0, "softcap");
 }
+
+// Numbers that kernels read as they are: of `dtype`, one behind the other.
+class Numbers {
+ public:
+  Numbers(const char* name, const std::optional<Tensor>& given, int64_t count, int32_t dtype,
+          int32_t device) {
+    if (!given) return;
+    STD_TORCH_CHECK(given->dim() == 1 && given->sizes()[0] == count, name, " must have ", count,
+                    " elements");
+    STD_TORCH_CHECK(given->is_cuda() && given->get_device_index() == device, name,
+                    " must be on q's device");
+    numbers_ = *given;
+    if (dtype_of(*given) == dtype && (count <= 1 || given->strides()[0] == 1)) return;
+    const int64_t stride = 1;
+    numbers_ = empty_strided(1, &count, &stride, dtype, device);
+    torch::stable::copy_(*numbers_, *given);
+  }
+  template <class T>
+  T* data() const {
+    return numbers_ ? static_cast<T*>(numbers_->data_ptr()) : nullptr;
+  }
+
+ private:
+  std::optional<Tensor> numbers_;
+};
+
+// The sequences of a call, where they have lengths and places of their own.
+class Sequences {
+ public:
+  Sequences(const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+            const std::optional<Tensor>& seqused_q, const std::optional<Tensor>& seqused_k,
+            const std::optional<Tensor>& key_start, int64_t batch, int32_t device)
+      : is_packed_(is_packed(cu_seqlens_q, cu_seqlens_k)),
+        count_(is_packed_ ? count_of(*cu_seqlens_q) : batch),
+        exist_(is_packed_ || seqused_q || seqused_k || key_start),
+        cu_seqlens_q_("cu_seqlens_q", cu_seqlens_q, count_ + 1, int32(), device),
+        cu_seqlens_k_("cu_seqlens_k", cu_seqlens_k, count_ + 1, int32(), device),
+        seqused_q_("seqused_q", seqused_q, count_, int32(), device),
+        seqused_k_("seqused_k", seqused_k, count_, int32(), device),
+        key_start_("key_start", key_start, count_, int32(), device) {}
+
+  static bool is_packed(const std::optional<Tensor>& cu_seqlens_q,
+                        const std::optional<Tensor>& cu_seqlens_k) {
+    STD_TORCH_CHECK(cu_seqlens_q.has_value() == cu_seqlens_k.has_value(),
+                    "cu_seqlens_q and cu_seqlens_k must be given together");
+    return cu_seqlens_q.has_value();
+  }
+
+  int64_t count() const { return count_; }
+  // Tells `params` of them, if there are any.
+  void set(AttentionParams& params, int64_t window_left, int64_t window_right,
+           std::optional<int64_t> diagonal_offset) const {
+    if (!exist_) return;
+    STD_TORCH_CHECK(!diagonal_offset, "diagonal_offset does not go with lengths of sequences");
+    params.batch = static_cast<int>(count_);
+    params.mask = MaskKind::kPacked;
+    params.band = band_of_packed(window_left, window_right);
+    params.sequences = {cu_seqlens_q_.data<const int>(), cu_seqlens_k_.data<const int>(),
+                        seqused_q_.data<const int>(), seqused_k_.data<const int>(),
+                        key_start_.data<const int>()};
+  }
+
+ private:
+  static int32_t int32() { return aoti_torch_dtype_int32(); }
+  static int64_t count_of(const Tensor& cu_seqlens) {
+    STD_TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.sizes()[0] > 0,
+                    "cu_seqlens_q must have one dimension, and an element");
+    return cu_seqlens.sizes()[0] - 1;
+  }
+
+  bool is_packed_;
+  int64_t count_;
+  bool exist_;
+  Numbers cu_seqlens_q_, cu_seqlens_k_, seqused_q_, seqused_k_, key_start_;
+};
 
 // Memory of the device for kernels alone, if they want any. It comes from torch's allocator, in the
 // stream's order, and goes back there.
@@ -198,7 +277,8 @@ class Writable {
   }
   void finish() {
     if (!copy_) return;
-    torch::stable::copy_(result_, torch::stable::narrow(*copy_, 3, 0, Geometry(result_).sizes[3]));
+    torch::stable::copy_(
+        result_, torch::stable::narrow(*copy_, result_.dim() - 1, 0, Geometry(result_).sizes[3]));
   }
 
  private:

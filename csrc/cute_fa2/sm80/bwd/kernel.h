@@ -33,10 +33,14 @@ struct BwdKernel {
       platform::sync_cta();  // the ticket is there
     }
     if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
-      if (index_of(arguments, smem, platform::cta_index()) >= arguments.packed_tiles.count()) return;
+      if (index_of(arguments, smem, platform::cta_index()) >= arguments.packed_tiles.count())
+        return;
     }
     const TileCoord taken = tile_of(arguments, smem, platform::cta_index());
-    const Sequence sequence = Sequence::of<kMask>(params, taken.batch);
+    const Sequence sequence =
+        kMask == MaskKind::kPacked
+            ? arguments.packed_tiles.sequence(index_of(arguments, smem, platform::cta_index()))
+            : Sequence::of<kMask>(params, taken.batch);
     const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
 
     typename Traits::TiledMmaDkv tiled_mma;
@@ -127,8 +131,7 @@ struct ConvertKernel {
       const int64_t index = split * arguments.tiles + tile;
       AccumulatorSums<Traits>::add_from(arguments.sums + index * size(Shape{}), sum);
     }
-    const GradientPlace place = {arguments.gradient, batch, head, first, rows,
-                                 arguments.columns};
+    const GradientPlace place = {arguments.gradient, batch, head, first, rows, arguments.columns};
     constexpr int kRows = decltype(size<0>(Shape{}))::value;
     store_gradient<typename BwdTraits::Element, TiledMma, Shape>(
         place, block * kRows, arguments.factor, sum, platform::thread_index());

@@ -25,9 +25,9 @@ struct FwdKernel {
   // Addresses that the K/V source keeps in registers: as many as make the kernel faster. With more,
   // ptxas finds a worse order of instructions, or spills.
   static constexpr KeptAddresses kKeptAddresses =
-      Traits::kPipelinedQk                                    ? KeptAddresses::kThreadAndTarget
+      Traits::kPipelinedQk                                  ? KeptAddresses::kThreadAndTarget
       : kMask != MaskKind::kFull && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
-                                                              : KeptAddresses::kHead;
+                                                            : KeptAddresses::kHead;
   using KVSource = DenseKV<Traits, kKeptAddresses>;
   using Mainloop =
       std::conditional_t<Traits::kPipelinedQk, FwdMainloopPipelined<Traits, kMask, KVSource>,
@@ -42,7 +42,7 @@ struct FwdKernel {
       if (platform::cta_index() >= arguments.packed_tiles.count()) return;
     }
     const TileCoord tile = tile_of(arguments, platform::cta_index());
-    const Sequence sequence = sequence_of(params, tile);
+    const Sequence sequence = sequence_of(arguments, tile);
     const Mask<kMask> mask(params, sequence, pack_gqa);
 
     KVSource kv_source(params, tile.batch, platform::warp_uniform(pack_gqa.kv_head(tile.head)),
@@ -67,9 +67,9 @@ struct FwdKernel {
   }
 
  private:
-  static CUTE_DEVICE Sequence sequence_of(const FwdParams& params, TileCoord tile) {
-    if constexpr (kMask == MaskKind::kPacked) return Sequence::of<kMask>(params, tile.batch);
-    return Sequence::of_split(params, tile.split);
+  static CUTE_DEVICE Sequence sequence_of(const Arguments& arguments, TileCoord tile) {
+    return kMask == MaskKind::kPacked ? arguments.packed_tiles.sequence(platform::cta_index())
+                                      : Sequence::of_split(arguments.params, tile.split);
   }
 
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int cta) {

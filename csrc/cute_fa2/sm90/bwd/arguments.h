@@ -3,7 +3,9 @@
 
 #include <cutlass/fast_math.h>
 
+#include "common/mask.h"
 #include "common/packed_tiles.h"
+#include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "host/params.h"
 #include "host/plan_bwd.h"
@@ -30,9 +32,31 @@ struct BwdArguments {
   CUTE_DEVICE int tile_count() const {
     return kMask == MaskKind::kPacked ? packed_tiles.count() : tiles;
   }
+  // Tile `index` with its sequence. The blocks of rows of a sequence are numbered among all, as
+  // their statistics and their sums of dQ lie in memory, from `first_index` on; those of a head lie
+  // params.m_blocks apart. The preprocess has a CTA for each of them, so the numbers fit.
+  struct PlacedTile {
+    TileCoord at;
+    Sequence sequence;
+    int first_index;
+    BlockRange seen;  // packed sequences: the blocks of the other side
+  };
   template <MaskKind kMask>
-  CUTE_DEVICE TileCoord tile(int index) const {
-    return kMask == MaskKind::kPacked ? packed_tiles.tile(index) : decoder.tile(index);
+  CUTE_DEVICE PlacedTile tile(int index) const {
+    if constexpr (kMask == MaskKind::kPacked) {
+      int head;
+      const SequenceTile& entry = packed_tiles.entry(index, head);
+      return {PackedTiles::coord(entry, head),
+              PackedTiles::sequence(entry),
+              entry.first_index,
+              {entry.begin, entry.end}};
+    } else {
+      const TileCoord at = decoder.tile(index);
+      return {at,
+              Sequence::of<kMask>(params, at.batch),
+              at.batch * params.heads_q * params.m_blocks,
+              {}};
+    }
   }
 };
 

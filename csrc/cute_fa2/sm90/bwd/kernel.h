@@ -40,7 +40,7 @@ struct BwdKernel {
     platform::sync_cta();  // the barriers are visible to all threads
 
     // Each role computes its own: the producer has few registers.
-    constexpr WarpgroupRoles kRoles = Traits::kConfig.roles(kMask == MaskKind::kPacked);
+    constexpr WarpgroupRoles kRoles = Traits::kConfig.roles();
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();

@@ -236,8 +236,8 @@ class BwdMainloop {
   CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) {
     if (arguments_.dq_by == DqBy::kTile) {
       return store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
-          place_of_dq(sequence_, tile_.batch, block.head), block.m_block * kBlockM, params_.scale.scale,
-          tdQrdQ, hopper::thread_in_warpgroup());
+          place_of_dq(sequence_, tile_.batch, block.head), block.m_block * kBlockM,
+          params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
     }
     // The part before has been read.
     smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);

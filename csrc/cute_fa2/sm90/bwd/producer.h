@@ -11,14 +11,12 @@
 #include "sm90/bwd/tile_queue.h"
 #include "sm90/hopper.h"
 #include "sm90/kv_source.h"
-#include "sm90/pipeline_state.h"
 
 namespace flash_cute::sm90 {
 
 template <class Traits, bool kIsPacked>
 class BwdProducer {
   using SharedMemory = typename Traits::SharedMemory;
-  using State = PipelineState<Traits::kStages>;
 
  public:
   CUTE_DEVICE BwdProducer(const BwdArguments& arguments, SharedMemory& smem)
@@ -32,8 +30,9 @@ class BwdProducer {
     const int key0 = tile.at.m_block * Traits::kBlockN;
     QueryBlock block = walk.first();
     load(tile, block);
-    smem_.kv_empty.wait(kv_parity_ ^ 1);  // all consumers are done with the tile before
-    kv_parity_ ^= 1;
+    // All consumers are done with the tile before.
+    smem_.kv_empty.wait((block_ & kKvParity) != 0 ? 0 : 1);
+    block_ ^= kKvParity;
     smem_.k_full.arrive_and_expect(sizeof smem_.k);
     tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, kBoxRows>(
         arguments_.maps.k, arguments_.maps.ragged_k, params.k, smem_.k, smem_.k_full, key0,
@@ -62,11 +61,12 @@ class BwdProducer {
 
   CUTE_DEVICE void load(const KeyTile& tile, QueryBlock block) {
     const BwdParams& params = arguments_.params;
-    const int stage = stage_.stage;
+    const unsigned stage = block_ % Traits::kStages, parity = block_ / Traits::kStages % 2;
+    ++block_;
     const int row0 = block.m_block * Traits::kBlockM;
 
     hopper::Barrier& q_full = smem_.q_full[stage];
-    smem_.q_empty[stage].wait(stage_.parity ^ 1);  // all consumers are done with the stage
+    smem_.q_empty[stage].wait(parity ^ 1);  // all consumers are done with the stage
     q_full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
     const int64_t index = index_of(params, tile.first_index, block);
     hopper::bulk_load(params.workspace.stats + index * Traits::kBlockM, smem_.stats[stage],
@@ -76,18 +76,20 @@ class BwdProducer {
         queries_of(tile), block.head, tile.at.batch);
 
     hopper::Barrier& dout_full = smem_.dout_full[stage];
-    smem_.dout_empty[stage].wait(stage_.parity ^ 1);  // as above
+    smem_.dout_empty[stage].wait(parity ^ 1);  // as above
     dout_full.arrive_and_expect(sizeof smem_.dout[0]);
-    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV, kBoxRows, true>(
-        arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout, smem_.dout[stage],
-        dout_full, row0, queries_of(tile), block.head, tile.at.batch);
-    stage_.advance();
+    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV, kBoxRows,
+                     true>(arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout,
+                           smem_.dout[stage], dout_full, row0, queries_of(tile), block.head,
+                           tile.at.batch);
   }
 
   const BwdArguments& arguments_;
   SharedMemory& smem_;
-  State stage_;
-  uint32_t kv_parity_ = 0;
+  // Counts blocks of all its tiles, which gives stage and parity; the highest bit is the parity of
+  // K and V. One register for all, as the producer has few.
+  static constexpr unsigned kKvParity = 1u << 31;
+  unsigned block_ = 0;
 };
 
 }  // namespace flash_cute::sm90

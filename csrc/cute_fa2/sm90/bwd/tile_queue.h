@@ -20,7 +20,7 @@ struct KeyTile {
   TileCoord at;
   QueryWalk walk;
   Sequence sequence;
-  int first_index;  // of its blocks of rows (first_index_of)
+  int first_index;  // of its blocks of rows (BwdArguments)
 
   // Here, but for what the parameters tell.
   template <MaskKind kMask>
@@ -51,28 +51,35 @@ struct TileQueue {
   template <MaskKind kMask, int kBlockM, int kBlockN, class F>
   CUTE_DEVICE void give(const BwdArguments& arguments, F&& f) {
     const BwdParams& params = arguments.params;
-    const int count = arguments.tile_count<kMask>();
-    PipelineState<kStages> state;
-    for (int index = platform::cta_index();;) {
-      KeyTile& tile = tiles[state.stage];
-      empty[state.stage].wait(state.parity ^ 1);
-      const bool is_last = index >= count;
-      tile.index = is_last ? -1 : index;
+    // One register has stage and parity: the producer has few.
+    for (unsigned index = platform::cta_index(), turn = 0;; ++turn) {
+      const unsigned stage = turn % kStages;
+      KeyTile& tile = tiles[stage];
+      empty[stage].wait((turn / kStages % 2) ^ 1);
+      const bool is_last = index >= static_cast<unsigned>(arguments.tile_count<kMask>());
+      tile.index = is_last ? -1 : static_cast<int>(index);
       if (!is_last) {
-        const TileCoord at = arguments.tile<kMask>(index);
-        const Sequence sequence = Sequence::of<kMask>(params, at.batch);
-        const Mask<kMask, UnpackedRows> mask(params, sequence, UnpackedRows{});
-        tile.at = at;
-        tile.walk = QueryWalk(arguments, at, mask, sequence, kBlockM, kBlockN);
-        tile.sequence = sequence;
-        tile.first_index = first_index_of<kMask>(params, at.batch);
+        const auto placed = arguments.tile<kMask>(index);
+        tile.at = placed.at;
+        tile.sequence = placed.sequence;
+        tile.first_index = placed.first_index;
+        tile.walk = QueryWalk(arguments, placed.at, seen<kMask, kBlockM, kBlockN>(params, placed));
       }
-      full[state.stage].arrive();
-      state.advance();
+      full[stage].arrive();
       if (is_last) return;
       f(tile);
       index = arguments.ctas + platform::next_number(params.workspace.tickets);
     }
+  }
+  template <MaskKind kMask, int kBlockM, int kBlockN>
+  static CUTE_DEVICE BlockRange seen(const BwdParams& params,
+                                     const BwdArguments::PlacedTile& tile) {
+    if constexpr (kMask == MaskKind::kPacked) return tile.seen;
+    const Sequence& sequence = tile.sequence;
+    const Mask<kMask, UnpackedRows> mask(params, sequence, UnpackedRows{});
+    const int key0 = tile.at.m_block * kBlockN;
+    return row_blocks_that_see(mask, key0, cute::min(key0 + kBlockN, sequence.len_k),
+                               sequence.len_q, kBlockM);
   }
   // The others call f(tile) for each: whole warps, or one thread that is alone.
   template <bool kIsAlone, class F>

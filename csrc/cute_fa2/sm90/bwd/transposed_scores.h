@@ -45,7 +45,7 @@ class TransposedScores {
       auto rows_first = make_tensor(weights.data(), select<1, 0>(weights.layout()));
       const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
       mask.apply(rows_first, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
-                  Traits::kConsumerKeys);
+                 Traits::kConsumerKeys);
     }
     CUTE_UNROLL
     for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));

@@ -115,8 +115,8 @@ struct FwdEpilogue {
   static CUTE_DEVICE void finish() { wait_until_read<0>(); }
 
  private:
-  // Stores a warp's rows, which begin with `row0`, from registers to `view`, each if it exists. Splits have no tensor map
-  // of their results. Calls visit(index of the row, row) for each.
+  // Stores a warp's rows, which begin with `row0`, from registers to `view`, each if it exists.
+  // Splits have no tensor map of their results. Calls visit(index of the row, row) for each.
   template <class Element, class View, class Out, class Visit>
   static CUTE_DEVICE void store_rows(const Arguments& arguments, const View& view, WorkTile tile,
                                      int row0, const Sequence& sequence, Out& tOrO,

@@ -45,7 +45,9 @@ class FwdProducer {
     const PackGqa& pack_gqa = arguments_.pack_gqa;
     Tile tile;
     static_cast<WorkTile&>(tile) = Pipeline::scheduler(arguments_).tile(index);
-    if constexpr (Pipeline::kIsPacked) tile.sequence = Sequence::of<kMask>(params, tile.batch);
+    if constexpr (Pipeline::kIsPacked) {
+      tile.sequence = Pipeline::scheduler(arguments_).sequence(index);
+    }
     const Sequence sequence = Pipeline::sequence(arguments_, tile);
     tile.row_end = cute::min(tile.row_end, pack_gqa.rows(sequence.len_q));
     if (tile.row0 >= tile.row_end) return;

@@ -33,7 +33,7 @@ struct DkvKernel {
     }
     platform::sync_cta();  // the barriers are visible to all threads
 
-    constexpr WarpgroupRoles kRoles = Traits::kConfig.roles(kMask == MaskKind::kPacked);
+    constexpr WarpgroupRoles kRoles = Traits::kConfig.roles();
     const int warpgroup = hopper::warpgroup_index();
     // Each role computes its own: the producer has few registers.
     if (warpgroup == 0) {

@@ -43,10 +43,10 @@ struct DqKernel {
     // Each role computes its own: the producer has few registers.
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
-      const TileCoord tile = tile_of(arguments);
+      const auto [tile, sequence, first_index, seen] = tile_of(arguments);
       if (hopper::is_first_thread()) {
-        const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
-        DqProducer<Traits, kMask == MaskKind::kPacked>(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
+        using Producer = DqProducer<Traits, kMask == MaskKind::kPacked>;
+        Producer(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
         hopper::wait_for_kernel_before();  // then both are over
       }
       return;
@@ -55,9 +55,9 @@ struct DqKernel {
     const int consumer = warpgroup - 1;
     // ((2, 2, kHeadDim / 8), 1, 1)
     auto tdQrdQ = cute::partition_fragment_C(typename Traits::MmaDq{}, typename Traits::ShapeQ{});
-    const TileCoord tile = tile_of(arguments);
-    const Sequence sequence = Sequence::of<kMask>(params, tile.batch);
-    Mainloop(arguments, tile, sequence, smem, consumer).run(keys(params, tile, sequence), tdQrdQ);
+    const auto [tile, sequence, first_index, seen] = tile_of(arguments);
+    Mainloop(arguments, tile, sequence, first_index, smem, consumer)
+        .run(keys(params, tile, sequence), tdQrdQ);
     const GradientPlace place = {params.dq,        tile.batch,     tile.head,
                                  sequence.first_q, sequence.len_q, params.head_dim};
     store_gradient<typename Traits::Element, typename Traits::MmaDq, typename Traits::ShapeQ>(
@@ -66,7 +66,7 @@ struct DqKernel {
   }
 
  private:
-  static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments) {
+  static CUTE_DEVICE auto tile_of(const Arguments& arguments) {
     return arguments.template tile<kMask>(platform::warp_uniform(platform::cta_index()));
   }
 

@@ -37,11 +37,12 @@ class DqMainloop {
   using TileMask = Mask<kMask, UnpackedRows>;
 
   CUTE_DEVICE DqMainloop(const BwdArguments& arguments, TileCoord tile, const Sequence& sequence,
-                         SharedMemory& smem, int consumer)
+                         int first_index, SharedMemory& smem, int consumer)
       : params_(arguments.params),
         tile_(tile),
         mask_(params_, sequence, UnpackedRows{}),
         sequence_(sequence),
+        first_index_(first_index),
         smem_(smem),
         consumer_(consumer),
         row0_(tile.m_block * Traits::kBlockM + consumer * kRows),
@@ -162,8 +163,7 @@ class DqMainloop {
   // Those of this thread's rows.
   CUTE_DEVICE void load_statistics() {
     const auto at = row_and_key(hopper::thread_in_warpgroup());
-    const int64_t first = index_of(params_, first_index_of<kMask>(params_, tile_.batch),
-                                   {.head = tile_.head, .m_block = 0});
+    const int64_t first = index_of(params_, first_index_, {.head = tile_.head, .m_block = 0});
     const RowGradStats* const of_head = params_.workspace.stats + first * BwdConfigSm90::kBlockM;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -213,6 +213,7 @@ class DqMainloop {
   TileCoord tile_;
   TileMask mask_;
   const Sequence& sequence_;
+  int first_index_;
   SharedMemory& smem_;
   int consumer_;
   int row0_;     // the consumer's first
