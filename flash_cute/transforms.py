@@ -102,6 +102,10 @@ def autocast(x: Any) -> Any:
 
 def _fwd_autocast(q: Tensor, k: Tensor, v: Tensor, *optional: Any, **keywords: Any) -> Any:
     q, k, v = autocast(q), autocast(k), autocast(v)
+    optional = tuple(
+        autocast(x) if name == "bias" and x is not None and x.dtype != torch.float32 else x
+        for name, x in zip(ops.OPTIONAL, optional, strict=False)
+    )
     with torch.autocast(q.device.type, enabled=False):
         return ops.fwd(q, k, v, *optional, **keywords)
 
