@@ -130,11 +130,14 @@ def _vmap_of(op: Callable[..., tuple[Tensor, ...]], plain: int) -> Callable[...,
 
         mapped = [mapped_first(x, dim) for x, dim in zip(tensors, in_dims, strict=False)]
         if any(x is not None for x in mapped[plain:]):
-            calls = [
-                op(*(None if x is None else x[i] for x in mapped), **keywords)
-                for i in range(info.batch_size)
-            ]
-            results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+            # Of an empty map one call, for the shapes.
+            items = [
+                [None if x is None else x[i] for x in mapped] for i in range(info.batch_size)
+            ] or [[None if x is None else x.new_zeros(x.shape[1:]) for x in mapped]]
+            calls = [op(*item, **keywords) for item in items]
+            results = tuple(
+                torch.stack(parts)[: info.batch_size] for parts in zip(*calls, strict=True)
+            )
             return results, (0,) * len(results)
         sizes = next(x.shape[:2] for x in mapped if x is not None)
         results = op(*(None if x is None else x.flatten(0, 1) for x in mapped), **keywords)
