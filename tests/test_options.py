@@ -1,0 +1,356 @@
+"""`forward` with windows, changed scores, sinks and lengths: against the formula by the one rule of
+tolerance, forward and gradients. And what it refuses of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from support import BACKENDS, DEVICES, nan_in_new_memory, poisoned, random_inputs
+
+import flash_cute
+from flash_cute import checks, options, tolerance
+
+F64 = torch.float64
+#: Not in fp64: there the exact result is no more exact than the one that it is to judge.
+SOME = pytest.mark.parametrize("device, dtype", [p for p in BACKENDS if F64 not in p.values])
+ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+DIFFERENTIABLE = "learnable_sink", "bias"
+
+
+def skip_unserved(device, given):
+    """By the one list of what the kernels do not serve yet."""
+    missing = [name for name in checks.NOT_ON_GPUS if given.get(name) is not None]
+    if device != "cpu" and missing:
+        pytest.skip(f"not served on GPUs yet: {', '.join(missing)}")
+
+
+def random_options(dice, batch, heads, len_q, len_k, dtype, device):
+    """Some of everything that a dense call takes, (arguments of `forward`, of the reference)."""
+
+    def draw(*sizes):
+        generator = torch.Generator().manual_seed(dice.randrange(2**30))
+        return torch.randn(sizes, generator=generator).to(device)
+
+    given = {}
+    if dice.random() < 0.5:
+        given["window_size"] = dice.choice([None, -1, 0, 5, 60]), dice.choice([None, 0, 9, 70])
+    if dice.random() < 0.4:
+        given["softcap"] = dice.choice([1.0, 5, 30.0])
+    if dice.random() < 0.4:
+        given["alibi_slopes"] = draw(*dice.choice([(heads,), (batch, heads)])).abs() / 8
+    if dice.random() < 0.4:
+        sizes = [dice.choice([1, n]) for n in (batch, heads, len_q, len_k)]
+        bias = draw(*sizes).to(dice.choice([dtype, torch.float32]))
+        given["bias"] = bias.masked_fill(bias > 1.5, -math.inf)
+    if dice.random() < 0.5:
+        given["learnable_sink"] = draw(heads).to(dice.choice([dtype, torch.float32]))
+    used = [dice.randint(0, len_k) for _ in range(batch)]
+    if dice.random() < 0.5:
+        given["seqused_k"] = torch.tensor(used, device=device)
+    else:
+        used = [len_k] * batch
+    if dice.random() < 0.5:
+        starts = [dice.randint(0, n) for n in used]
+        given["key_start"] = torch.tensor(starts, device=device, dtype=torch.int32)
+    return given, as_reference(given)
+
+
+def as_reference(given):
+    """Arguments of `forward` as the reference and the tolerance take them."""
+    given = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    sides = given.pop("window_size", (-1, -1))
+    left, right = (-1 if side is None else side for side in sides)
+    return {**given, "window_left": left, "window_right": right}
+
+
+def check_options(q, k, v, is_causal=False, **given):
+    """Asserts that results and gradients are as exact as they must be; returns all of them."""
+    skip_unserved(q.device.type, given)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    extra = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if n in given}
+    with nan_in_new_memory():
+        out, lse = flash_cute.forward(*inputs, is_causal, **given | extra)
+    assert out.stride() == torch.empty_like(q).stride() and lse.is_contiguous()
+    formula = as_reference(given)
+    result = tolerance.compare(out.detach(), lse.detach(), q, k, v, is_causal, **formula)
+    assert result.passed, str(result)
+    dout, dlse = poisoned(torch.randn(q.shape).to(q)), torch.randn(lse.shape).to(lse)
+    dlse = dlse.masked_fill(lse == -math.inf, math.nan)
+    inputs += extra.values()
+    with nan_in_new_memory():
+        gradients = torch.autograd.grad([out, lse], inputs, [dout, dlse])
+    for x, dx in zip(inputs, gradients, strict=True):
+        assert dx.shape == x.shape and dx.dtype == x.dtype
+    result = tolerance.compare_gradients(gradients, dout, q, k, v, is_causal, dlse=dlse, **formula)
+    assert result.passed, str(result)
+    return out, lse, *gradients
+
+
+@pytest.mark.parametrize("seed", range(40))
+@SOME
+def test_everything_together(device, dtype, seed):
+    dice = random.Random(seed)
+    heads_kv, group = dice.randint(1, 2), dice.choice([1, 3])
+    sizes = dice.randint(1, 3), heads_kv * group, dice.randint(1, 300)
+    len_k, head_dim = dice.randint(0, 300), dice.choice([5, 16, 64])
+    qkv = random_inputs(
+        *sizes, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=dtype, device=device, seed=seed
+    )
+    given, _ = random_options(dice, *sizes, len_k, dtype, device)
+    check_options(*map(poisoned, qkv), dice.random() < 0.4, **given)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (63, 0), (64, 64), (None, 5), (5, -1), (400, 400)])
+@pytest.mark.parametrize("len_q, len_k", [(129, 129), (65, 200), (200, 65)])
+@SOME
+def test_windows(device, dtype, window, len_q, len_k):
+    inputs = random_inputs(1, 4, len_q, 32, heads_kv=2, len_k=len_k, dtype=dtype, device=device)
+    for is_causal in (False, True):
+        check_options(*inputs, is_causal, window_size=window)
+
+
+@ON_DEVICES
+def test_what_a_window_sees(device):
+    """(W - 1, 0) sees W keys; a causal mask wins over the right side."""
+    v = torch.eye(8, device=device, dtype=torch.float16).expand(1, 1, 8, 8)
+    zeros = torch.zeros_like(v)
+    out = flash_cute.forward(zeros, zeros, v, window_size=(2, 1))[0][0, 0]
+    rows, keys = torch.arange(8)[:, None], torch.arange(8)
+    seen = (keys >= rows - 2) & (keys <= rows + 1)
+    assert torch.equal(out.cpu() > 0, seen)
+    causal = flash_cute.forward(zeros, zeros, v, True, window_size=(2, 1))[0][0, 0]
+    assert torch.equal(causal.cpu() > 0, seen & (keys <= rows))
+    for all_keys in ((-1, -1), (None, None), [-1, None], (7, 7)):
+        for a, b in zip(
+            flash_cute.forward(zeros, zeros, v, window_size=all_keys),
+            flash_cute.forward(zeros, zeros, v),
+            strict=True,
+        ):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 40), (2, 4, 33, 40), (1, 4, 33, 40), (2, 1, 33, 1), (1, 1, 33, 1)]
+)
+@SOME
+def test_bias_and_its_gradient(device, dtype, sizes):
+    q, k, v = random_inputs(2, 4, 33, 16, heads_kv=2, len_k=40, dtype=dtype, device=device)
+    bias = torch.randn(sizes).to(q)
+    check_options(q, k, v, True, bias=bias)
+    check_options(q, k, v, softcap=2.0, bias=bias.float().expand(2, 4, 33, 40))
+
+
+@ON_DEVICES
+def test_rows_without_keys(device):
+    """By each way in which a row can lose all of them: out 0, and the sink, if there is one."""
+    q, k, v = random_inputs(2, 2, 5, 16, len_k=7, dtype=torch.float16, device=device)
+    sink = torch.tensor([0.5, -math.inf], device=device)
+    zero, seven = (torch.full((2,), n, device=device, dtype=torch.int32) for n in (0, 7))
+    for empty in (
+        {"seqused_k": zero},
+        {"key_start": seven},
+        {"bias": torch.full((1, 1, 1, 7), -math.inf, device=device)},
+        {"window_size": (None, 0), "seqused_k": zero + 1, "key_start": zero + 1},
+    ):
+        out, lse, *_ = check_options(q, k, v, **empty)
+        assert torch.all(out == 0) and torch.all(lse == -math.inf)
+        out, lse, *gradients = check_options(q, k, v, learnable_sink=sink, **empty)
+        assert torch.all(out == 0) and torch.equal(lse[0, :, 0], sink)
+        assert gradients[3][1] == 0
+
+
+@ON_DEVICES
+def test_sinks_of_any_size(device):
+    q, k, v = random_inputs(1, 3, 33, 16, dtype=torch.float16, device=device)
+    out, lse, *_ = check_options(
+        q, k, v, learnable_sink=torch.tensor([-1e4, 0.0, 1e4]).to(q.device)
+    )
+    plain = flash_cute.forward(q, k, v)
+    assert torch.equal(out[:, 0], plain[0][:, 0]) and torch.equal(lse[:, 0], plain[1][:, 0])
+    assert torch.all(out[:, 2] == 0) and torch.all(lse[:, 2] == 1e4)
+
+
+@SOME
+def test_nan_outside_of_the_lengths(device, dtype):
+    """As in a static cache: it reaches neither results nor gradients, and those there are 0."""
+    q, k, v = random_inputs(3, 4, 33, 16, heads_kv=2, len_k=90, dtype=dtype, device=device)
+    start, used = (torch.tensor(x, device=device) for x in ([0, 20, 70], [90, 55, 70]))
+    keys = torch.arange(90, device=device)
+    unused = ((keys < start[:, None]) | (keys >= used[:, None]))[:, None, :, None]
+    k, v = k.masked_fill(unused, math.nan), v.masked_fill(unused, math.nan)
+    bias = torch.randn(3, 1, 1, 90, device=device).masked_fill(unused.mT, math.nan)
+    for given in ({}, {"bias": bias, "softcap": 3.0}, {"window_size": (9, 9)}):
+        _, _, _, dk, dv, *_ = check_options(q, k, v, key_start=start, seqused_k=used, **given)
+        assert torch.all((dk * unused == 0) & (dv * unused == 0))
+
+
+def test_gradcheck():
+    q, k, v = random_inputs(2, 4, 5, 3, heads_kv=2, len_k=7, dtype=F64)
+    sink, bias = torch.randn(4, dtype=F64), torch.randn(1, 4, 1, 7, dtype=F64)
+    slopes, used = torch.rand(4), torch.tensor([7, 4], dtype=torch.int32)
+    inputs = [x.requires_grad_() for x in (q, k, v, sink, bias)]
+
+    def dense(q, k, v, sink, bias):
+        return flash_cute.forward(
+            q, k, v, True, window_size=(3, 0), softcap=1.5, alibi_slopes=slopes, bias=bias,
+            learnable_sink=sink, seqused_k=used, key_start=used // 4 - 1,
+        )[0]  # fmt: skip
+
+    assert torch.autograd.gradcheck(dense, inputs)
+    q, k, v = (torch.randn(9, heads, 3, dtype=F64).requires_grad_() for heads in (4, 2, 2))
+    ends = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, sink: flash_cute.forward_varlen(
+            q, k, v, ends, is_causal=True, softcap=1.5, learnable_sink=sink
+        )[0],
+        (q, k, v, sink),
+    )
+
+
+def test_out_is_written():
+    q, k, v = random_inputs(2, 4, 5, 16)
+    out = poisoned(q, "bnhd")
+    result, lse = flash_cute.forward(q, k, v, out=out)
+    assert result is out and torch.equal(out, flash_cute.forward(q, k, v)[0])
+    assert torch.equal(lse, flash_cute.forward(q, k, v)[1])
+    with torch.no_grad():
+        assert flash_cute.forward(q.requires_grad_(), k, v, out=out)[0] is out
+    with pytest.raises(ValueError, match=r"out is given and q requires a gradient: .*no_grad"):
+        flash_cute.forward(q, k, v, out=out)
+
+
+def ints(*numbers, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+REFUSALS = {
+    "window no pair": ({"window_size": 5}, TypeError, r"window_size is an int \(5\): .* pair"),
+    "window of one": ({"window_size": (5,)}, TypeError, "window_size is a tuple .* pair"),
+    "window -2": ({"window_size": (-2, 0)}, ValueError, r"window_size is .*\(-2, 0\).* 0 or more"),
+    "window 1.0": ({"window_size": (1.0, 0)}, TypeError, "window_size is .* an int, or None"),
+    "softcap -1": ({"softcap": -1.0}, ValueError, r"softcap is a float \(-1.0\): .* or more"),
+    "softcap NaN": ({"softcap": math.nan}, ValueError, "softcap is .* finite"),
+    "softcap text": ({"softcap": "1"}, TypeError, "softcap is a str .* a float"),
+    "slopes of fp16": (
+        {"alibi_slopes": torch.ones(4).half()}, TypeError, "alibi_slopes is float16: .* float32"
+    ),
+    "slopes of keys": (
+        {"alibi_slopes": torch.ones(2)}, ValueError, r"alibi_slopes has shape \(2,\): .*\(4,\) or"
+    ),
+    "slopes' gradient": (
+        {"alibi_slopes": torch.ones(4).requires_grad_()}, ValueError, "alibi_slopes requires a grad"
+    ),
+    "bias no tensor": ({"bias": 1.0}, TypeError, "bias is a float: .* torch.Tensor or None"),
+    "bias of 2 dims": ({"bias": torch.ones(8, 8)}, ValueError, r"bias has shape \(8, 8\): .* \(2,"),
+    "bias too long": ({"bias": torch.ones(1, 1, 8, 9)}, ValueError, "bias has shape"),
+    "bias of fp64": (
+        {"bias": torch.ones(1, 1, 1, 8).double()}, TypeError, "bias is float64: .* float32"
+    ),
+    "bias elsewhere": (
+        {"bias": torch.ones(1, 1, 1, 8, device="meta")}, ValueError, "bias is on meta and q on cpu"
+    ),
+    "sinks of keys": (
+        {"learnable_sink": torch.ones(2)}, ValueError, r"learnable_sink has shape \(2,\): .*\(4,\)"
+    ),
+    "sinks of ints": ({"learnable_sink": ints(1, 2, 3, 4)}, TypeError, "learnable_sink is int32"),
+    "used of 3": ({"seqused_k": ints(1, 2, 3)}, ValueError, r"seqused_k has shape \(3,\): .*2,"),
+    "used of floats": ({"seqused_k": torch.ones(2)}, TypeError, "seqused_k is float32: .* int32"),
+    "start a list": ({"key_start": [0, 1]}, TypeError, "key_start is a list: .* torch.Tensor"),
+    "out's shape": ({"out": torch.empty(2, 4, 8, 8)}, ValueError, r"out has shape \(2, 4, 8, 8\)"),
+    "out's dtype": ({"out": torch.empty(2, 4, 8, 16).half()}, TypeError, "out is float16 and q is"),
+    "out elsewhere": (
+        {"out": torch.empty(2, 4, 8, 16, device="meta")}, ValueError, "out is on meta and q on cpu"
+    ),
+}  # fmt: skip
+REFUSALS_OF_PACKED = {
+    "no ends": ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q is a NoneType: .* torch.Tensor"),
+    "ends of floats": (
+        {"cu_seqlens_q": torch.ones(3)}, TypeError, "cu_seqlens_q is float32: .* int32"
+    ),
+    "ends of 2 dims": (
+        {"cu_seqlens_q": ints([0, 8])}, ValueError, r"cu_seqlens_q has shape \(1, 2\): .*sequences"
+    ),
+    "ends of k": ({"cu_seqlens_k": ints(0, 8)}, ValueError, r"cu_seqlens_k has shape \(2,\)"),
+    "bias": (
+        {"bias": torch.ones(1, 1, 1, 1)}, ValueError, "bias is given with cu_seqlens_q: packed"
+    ),
+    "dense q": ({"q": torch.ones(2, 4, 8, 16)}, ValueError, "q has shape .* 3 dimensions"),
+    "k longer": (
+        {n: torch.ones(9, 2, 16) for n in "kv"}, ValueError, "k has 9 tokens, q has 8 and cu_seql"
+    ),
+    "used": ({"seqused_q": ints(1)}, ValueError, r"seqused_q has shape \(1,\): .*\(2,\)"),
+    "slopes": ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes has shape \(3, 4\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*REFUSALS, *REFUSALS_OF_PACKED])
+def test_refusals(case):
+    is_packed = case not in REFUSALS
+    changes, error, message = (REFUSALS_OF_PACKED if is_packed else REFUSALS)[case]
+    q, k, v = random_inputs(2, 4, 8, 16, heads_kv=2)
+    arguments = {"q": q, "k": k, "v": v}
+    if is_packed:
+        arguments = {n: x[0].transpose(0, 1) for n, x in arguments.items()}
+        arguments["cu_seqlens_q"] = ints(0, 3, 8)
+    function = flash_cute.forward_varlen if is_packed else flash_cute.forward
+    with pytest.raises(error, match=message) as raised:
+        function(**arguments | changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_gpus_refuse_what_kernels_do_not_serve():
+    """By name, and with fake tensors already."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 8, 16, device="cuda", dtype=torch.float16)
+        given = {
+            "softcap": 2.0,
+            "learnable_sink": torch.empty(4, device="cuda"),
+            "bias": torch.empty(1, 1, 1, 8, device="cuda"),
+            "alibi_slopes": torch.empty(4, device="cuda"),
+            "key_start": torch.empty(2, device="cuda", dtype=torch.int32),
+        }
+        for name, x in given.items():
+            if name in checks.NOT_ON_GPUS:
+                with pytest.raises(NotImplementedError, match=f"{name} is given and q is on cuda"):
+                    flash_cute.forward(q, q, q, **{name: x})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"cu_seqlens_q": ints(1, 8)}, r"cu_seqlens_q\[0\] is 1: it must be 0"),
+        ({"cu_seqlens_q": ints(0, 5, 4, 8)}, r"cu_seqlens_q\[2\] is 4, after 5"),
+        ({"cu_seqlens_q": ints(0, 7)}, r"cu_seqlens_q\[1\], the last, is 7 and q has 8 tokens"),
+        ({"cu_seqlens_q": ints(0, 9)}, r"cu_seqlens_q\[1\], the last, is 9 and q has 8 tokens"),
+        ({"seqused_q": ints(5, 4)}, r"seqused_q\[0\] is 5: it must be 0 to 3"),
+        ({"seqused_k": ints(3, -1)}, r"seqused_k\[1\] is -1: it must be 0 to 5"),
+        ({"seqused_k": ints(3, 2), "key_start": ints(3, 3)}, r"key_start\[1\] is 3: .* 0 to 2"),
+    ],
+)
+@ON_DEVICES
+def test_values_are_checked_on_demand(device, monkeypatch, changes, message):
+    q, k, v = (x[0].transpose(0, 1) for x in random_inputs(1, 2, 8, 16, dtype=torch.float16))
+    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 3, 8)} | changes
+    arguments = {name: x.to(device) for name, x in arguments.items()}
+    skip_unserved(device, arguments)
+    flash_cute.forward_varlen(**arguments)  # without it, nothing is said, and nothing read beyond
+    monkeypatch.setenv("FLASH_CUTE_CHECK", "1")
+    with pytest.raises(ValueError, match=message):
+        flash_cute.forward_varlen(**arguments)
+    assert options.looks_at_values()
+
+
+def test_reference_masks_are_intervals():
+    """`visible_mask`, which knows lengths, and `visible_keys`, which the kernels have."""
+    reference = flash_cute.reference
+    for left, right, offset in itertools.product((-1, 0, 3, 40), (-1, 0, 5), (-30, 0, 7)):
+        begin, end = reference.visible_keys(torch.arange(17), 45, left, right, offset)
+        keys = torch.arange(45)
+        expected = (begin[:, None] <= keys) & (keys < end[:, None])
+        assert torch.equal(reference.visible_mask(17, 45, left, right, offset), expected)
