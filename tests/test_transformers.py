@@ -291,6 +291,19 @@ def test_compiled_generation() -> None:
         assert torch.equal(model.generate(**inputs, **more, compile_config=compiler), expected)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(use_reentrant: bool) -> None:
+    model = make_model(CAUSAL["mistral"])
+    model.set_attn_implementation("cute_fa")
+    made = make_inputs(model, "padded left")
+    assert made is not None
+    inputs = {**made[0], "use_cache": False}
+    expected = run(model.train(), inputs, made[1])
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    torch.testing.assert_close(run(model, inputs, made[1]), expected, rtol=0, atol=0)
+
+
 @torch.no_grad()
 def test_compile() -> None:
     model = make_model(CAUSAL["mistral"])
