@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -242,13 +243,29 @@ def _general(
     function: Callable[..., Any], q: Any, k: Any, v: Any, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """A call of any kind. `arguments` are those of the public `function`."""
-    given = q, k, v
-    q, k, v = autocast(q), autocast(k), autocast(v)
     tensors = {name: arguments.get(name) for name in ops.OPTIONAL}
     for name in _LENGTHS:
-        tensors[name] = options.lengths_of(tensors[name])
+        if tensors[name] is not None:
+            tensors[name] = options.lengths_of(tensors[name])
     if tensors["cu_seqlens_k"] is None:
         tensors["cu_seqlens_k"] = tensors["cu_seqlens_q"]
+    if not _is_dynamo_compiling() and _is_ordinary(function, (q, k, v), tensors, arguments):
+        # As in `forward`: what is left to refuse, the op refuses.
+        keywords = _keywords(arguments)
+        try:
+            if any(x is not None and x.requires_grad for x in (q, k, v, *tensors.values())):
+                return _fwd(q, k, v, *tensors.values(), **keywords)
+            with below_autograd():
+                return _fwd(q, k, v, *tensors.values(), **keywords)
+        except Exception:
+            q, k, v = autocast(q), autocast(k), autocast(v)
+            error = _refusal(function, q, k, v, tensors, arguments)
+            if error is None:
+                raise
+        raise error
+
+    given = q, k, v
+    q, k, v = autocast(q), autocast(k), autocast(v)
     if isinstance(bias := tensors["bias"], Tensor) and bias.dtype != torch.float32:
         tensors["bias"] = autocast(bias)
     error = _refusal(function, q, k, v, tensors, arguments)
@@ -261,27 +278,70 @@ def _general(
             return traced
         raise error
     sharding.register()
-    left, right = map(options.side_of, arguments["window_size"])
-    softmax_scale, softcap = arguments["softmax_scale"], arguments["softcap"]
-    out, arch = arguments["out"], arguments["arch"]
-    # The diagonal's offset is left to the op: torch.jit.trace would keep that of the lengths that
-    # it has seen. Likewise the scale: torch.compile would guard its head dim.
     results: tuple[Tensor, Tensor] = ops.fwd(
         *(q, k, v),
         *(tensors.values() if any(x is not None for x in tensors.values()) else ()),
-        softmax_scale=None if softmax_scale is None else float(softmax_scale),
-        window_left=left,
-        window_right=0 if arguments["is_causal"] else right,
-        softcap=float(softcap) if softcap else 0.0,
-        deterministic=arguments["deterministic"],
-        tuning=None if arch is None else f"arch={arch.removeprefix('sm')}",
+        **_keywords(arguments),
     )
+    out = arguments["out"]
     if out is None:
         return results
     with torch.no_grad():
         return out.copy_(results[0]), results[1]
 
 
+def _keywords(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the op."""
+    left, right = map(options.side_of, arguments["window_size"])
+    softmax_scale, softcap, arch = (arguments[x] for x in ("softmax_scale", "softcap", "arch"))
+    # The diagonal's offset is left to the op: torch.jit.trace would keep that of the lengths that
+    # it has seen. Likewise the scale: torch.compile would guard its head dim.
+    return {
+        "softmax_scale": None if softmax_scale is None else float(softmax_scale),
+        "window_left": left,
+        "window_right": 0 if arguments["is_causal"] else right,
+        "softcap": float(softcap) if softcap else 0.0,
+        "deterministic": arguments["deterministic"],
+        "tuning": None if arch is None else f"arch={arch.removeprefix('sm')}",
+    }
+
+
+def _is_ordinary(
+    function: Callable[..., Any],
+    qkv: tuple[Any, ...],
+    tensors: dict[str, Any],
+    arguments: dict[str, Any],
+) -> bool:
+    """Whether all is plain, and nothing that the op would not refuse is wrong with it."""
+    softcap, softmax_scale = arguments["softcap"], arguments["softmax_scale"]
+    window, slopes = arguments["window_size"], tensors["alibi_slopes"]
+    return (
+        type(qkv[0]) is type(qkv[1]) is type(qkv[2]) is Tensor
+        and _PLAIN.issuperset(map(type, tensors.values()))
+        and (function is forward or _has_ends(qkv[0], qkv[1], arguments))
+        and type(window) is tuple
+        and len(window) == 2
+        and all(side is None or (type(side) is int and side >= -1) for side in window)
+        and type(arguments["is_causal"]) is bool
+        and (softmax_scale is None or type(softmax_scale) is float)
+        and (softcap is None or (type(softcap) in (float, int) and 0 <= softcap < math.inf))
+        and (slopes is None or not slopes.requires_grad)
+        and arguments["out"] is arguments["deterministic"] is arguments["arch"] is None
+        and forward_ad._current_level < 0
+        and _functorch_level() is None
+        and not _has_function_mode()
+        and not options.looks_at_values()
+    )
+
+
+def _has_ends(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether cu_seqlens are given; those of q serve a k of as many tokens."""
+    if arguments["cu_seqlens_k"] is None and k.shape[:1] != q.shape[:1]:
+        return False
+    return arguments["cu_seqlens_q"] is not None
+
+
+_PLAIN = {Tensor, type(None)}
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "key_start")
 
 

@@ -129,6 +129,7 @@ def compare_gradients(
     scale = scale_of(q, softmax_scale)
     dout = torch.zeros_like(q) if dout is None else dout
     dlse = torch.zeros_like(q[..., 0]).float() if dlse is None else dlse
+    sink_size = 0.0
     pairs = []  # of each item, the exact gradients and the rough ones
     for b in range(q.shape[0]):
         item = slice(b, b + 1)
@@ -139,6 +140,7 @@ def compare_gradients(
         )
         yardstick = _Yardstick(*inputs, is_causal, scale, **others)
         pairs.append((exact, yardstick.gradients(dout[item], dlse[item])))
+        sink_size += yardstick.sink_size
     errors, yardstick_errors, largest = [], [], []
     for i, actual in enumerate(gradients):
         items = [(exact[i], rough[i].double()) for exact, rough in pairs]
@@ -153,6 +155,8 @@ def compare_gradients(
         largest.append(
             max((_greatest(exact[exact.isfinite()]) for _, exact, _ in parts), default=0.0)
         )
+    if options.get("learnable_sink") is not None:
+        largest[3] = sink_size  # of its terms, which cancel
     if q.dtype == torch.float64:
         # The reference is no more exact than this: what cancels in its sums counts as well.
         dout_size = _longest(dout)
@@ -202,7 +206,7 @@ class _Yardstick:
         visible = visible_mask(q.shape[2], k.shape[2], *band, q.device, *lengths)
         self.kv = k, v
         self.scale, self.softcap, self.changes = scale, softcap, changes
-        self.sink = learnable_sink
+        self.sink, self.sink_size = learnable_sink, 0.0
         self.q, *kv = reference.in_use(q, k, v, *lengths)
         self.k, self.v = (reference.repeat_heads(x, q) for x in kv)
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -229,7 +233,9 @@ class _Yardstick:
         if self.sink is not None:
             share = (self.sink.to(self.lse.dtype)[:, None] - self.lse).exp()
             share = share.masked_fill(self.lse == -math.inf, 0.0)
-            gradients.append(-(share * delta).sum((0, 2)))
+            terms = share * delta
+            self.sink_size = _greatest(terms.abs().sum((0, 2)))
+            gradients.append(-terms.sum((0, 2)))
         if (bias := self.changes.get("bias")) is not None:
             gradients.append(dscores.sum_to_size(bias.shape))
         return tuple(gradients)

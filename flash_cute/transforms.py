@@ -102,6 +102,10 @@ def autocast(x: Any) -> Any:
 
 def _fwd_autocast(q: Tensor, k: Tensor, v: Tensor, *optional: Any, **keywords: Any) -> Any:
     q, k, v = autocast(q), autocast(k), autocast(v)
+    optional = tuple(
+        autocast(x) if name == "bias" and x is not None and x.dtype != torch.float32 else x
+        for name, x in zip(ops.OPTIONAL, optional, strict=False)
+    )
     with torch.autocast(q.device.type, enabled=False):
         return ops.fwd(q, k, v, *optional, **keywords)
 
@@ -126,11 +130,14 @@ def _vmap_of(op: Callable[..., tuple[Tensor, ...]], plain: int) -> Callable[...,
 
         mapped = [mapped_first(x, dim) for x, dim in zip(tensors, in_dims, strict=False)]
         if any(x is not None for x in mapped[plain:]):
-            calls = [
-                op(*(None if x is None else x[i] for x in mapped), **keywords)
-                for i in range(info.batch_size)
-            ]
-            results = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+            # Of an empty map one call, for the shapes.
+            items = [
+                [None if x is None else x[i] for x in mapped] for i in range(info.batch_size)
+            ] or [[None if x is None else x.new_zeros(x.shape[1:]) for x in mapped]]
+            calls = [op(*item, **keywords) for item in items]
+            results = tuple(
+                torch.stack(parts)[: info.batch_size] for parts in zip(*calls, strict=True)
+            )
             return results, (0,) * len(results)
         sizes = next(x.shape[:2] for x in mapped if x is not None)
         results = op(*(None if x is None else x.flatten(0, 1) for x in mapped), **keywords)

@@ -1,9 +1,8 @@
-"""Packed sequences, and the merge of parts. A packed call is compared with the formula for the same
+"""Packed sequences. A packed call is compared with the formula for the same
 sequences padded, which knows the lengths."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
@@ -14,9 +13,8 @@ from support import DEVICES, nan_in_new_memory, poisoned, random_inputs
 from test_options import DIFFERENTIABLE, SOME, as_reference, random_options, skip_unserved
 
 import flash_cute
-from flash_cute import ops, reference, tolerance
+from flash_cute import ops, tolerance
 
-F64 = torch.float64
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 #: Lengths of queries and of keys: empty ones, one token beside many, longer on either side.
 LENGTHS = {
@@ -62,6 +60,7 @@ def padded_inputs(lengths_q, lengths_k, dtype, device, heads=(4, 2), head_dim=16
 def check_packed(q, k, v, lengths_q, lengths_k, is_causal=False, beyond=0, **given):
     """Asserts that results and gradients of padded inputs, packed, are as exact as they must be,
     by the formula; returns those of the packed call, (out, lse, *gradients)."""
+    torch.manual_seed(0)
     device = q.device
     ends_q, ends_k = ends_of(lengths_q, device), ends_of(lengths_k, device)
     skip_unserved(device.type, {**given, "cu_seqlens_q": ends_q})
@@ -145,24 +144,39 @@ def test_nan_of_neighbours(device):
     packed = [pack(x, lengths) for x in padded_inputs(lengths, lengths, dtype, device)]
     dout, dlse = torch.randn(packed[0].shape).to(packed[0]), torch.randn(4, 104).to(device)
 
-    def results(inputs, dout, dlse, ends):
+    def results(inputs, dout):
         inputs = [x.detach().requires_grad_() for x in inputs]
-        out, lse = flash_cute.forward_varlen(*inputs, ends, is_causal=True)
-        gradients = torch.autograd.grad([out, lse], inputs, [dout, dlse])
-        return [out, lse.mT, *gradients]
+        ends = ends_of(lengths, device)
+        out, lse = flash_cute.forward_varlen(
+            *inputs, ends, is_causal=True, deterministic=True, softcap=softcap
+        )
+        return out, lse.mT, *torch.autograd.grad([out, lse], inputs, [dout, dlse])
 
     odd = slice(33, 97)
-    broken = [x.clone() for x in (*packed, dout)]
-    for x in broken:
-        x[odd] = math.nan
-    found = results(broken[:3], broken[3], dlse, ends_of(lengths, device))
-    for part in (slice(0, 33), slice(97, 104)):
-        alone = results(
-            [x[part] for x in packed], dout[part], dlse[:, part], ends_of([part.stop - part.start])
-            .to(device)
-        )  # fmt: skip
-        for a, b in zip(found, alone, strict=True):
-            torch.testing.assert_close(a[part], b, rtol=0, atol=2e-3)
+    for softcap in (0.0, 5.0):
+        skip_unserved(device, {"softcap": softcap or None})
+        changed = [x.clone() for x in (*packed, dout)]
+        for x in changed:
+            x[odd] = math.nan
+        for a, b in zip(results(changed[:3], changed[3]), results(packed, dout), strict=True):
+            assert torch.equal(a[: odd.start], b[: odd.start])
+            assert torch.equal(a[odd.stop :], b[odd.stop :]) and torch.all(b.isfinite())
+
+
+@pytest.mark.gpu
+def test_nothing_synchronises():
+    """Lengths stay on the device, forward and backward."""
+    q, k, v = (torch.randn(104, 4, 16, device="cuda").half().requires_grad_() for _ in range(3))
+    given = {"cu_seqlens_q": ends_of([33, 64, 7], "cuda"), "cu_seqlens_k": None}
+    given["seqused_k"] = torch.tensor([30, 64, 0], device="cuda", dtype=torch.int32)
+    given["key_start"] = torch.tensor([3, 0, 0], device="cuda")
+    skip_unserved("cuda", given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out, lse = flash_cute.forward_varlen(q, k, v, **given, is_causal=True)
+        torch.autograd.grad([out, lse], [q, k, v], [out.detach(), torch.zeros_like(lse)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @ON_DEVICES
@@ -282,9 +296,11 @@ def test_torch_func(call):
     mapped = torch.vmap(gradient, in_dims=dims)(*stacked, inputs[-1])
     assert_close([x[1] for x in mapped], expected)
     assert_close([x[0] for x in mapped], gradient(*(2 * x for x in inputs[:-1]), inputs[-1]))
-    # A sink that all share has a gradient of each.
+    # What all share has a gradient of each.
     shared = torch.vmap(gradient, in_dims=(0, *(None for _ in inputs[1:])))(stacked[0], *inputs[1:])
     assert_close([x[1] for x in shared], expected)
+    nothing = torch.vmap(gradient, in_dims=dims)(*(x[:0] for x in stacked), inputs[-1])
+    assert [x.shape for x in nothing] == [x[:0].shape for x in stacked]
 
 
 @CALLS
@@ -325,86 +341,3 @@ def test_autocast_counts_and_meta():
         *(x.detach().to("meta") for x in (*inputs[:3], inputs[-1]))
     )
     assert out.shape == (12, 4, 8) and lse.shape == (4, 12) and lse.dtype == torch.float32
-
-
-# --- merge ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("has_sink", [False, True])
-@ON_DEVICES
-def test_merge_is_attention_over_all_keys(device, has_sink, is_packed):
-    """Results and gradients, with parts in which rows see no key, and rows that see none at all."""
-    q, k, v = (
-        x.requires_grad_()
-        for x in random_inputs(
-            1, 4, 40, 16, heads_kv=2, len_k=60, dtype=torch.float16, device=device
-        )
-    )
-    sink = torch.randn(4, device=device).requires_grad_() if has_sink else None
-    inputs = [q, k, v, *([sink] if has_sink else [])]
-    band = functools.partial(reference.attention, q, k, v, window_left=9, window_right=2)
-    expected = band(diagonal_offset=-12, learnable_sink=sink)
-    parts = []
-    for first in (0, 7, 60):
-        keys = slice(first, {0: 7, 7: 60, 60: 60}[first])
-        out, lse = ops.fwd(
-            q, k[:, :, keys], v[:, :, keys],
-            window_left=9, window_right=2, diagonal_offset=-12 - first,
-        )  # fmt: skip
-        parts.append((out[0].transpose(0, 1), lse[0]) if is_packed else (out, lse))
-    out, lse = flash_cute.merge(*zip(*parts, strict=True), learnable_sink=sink)
-    assert out.dtype == torch.float16 and lse.dtype == torch.float32
-    if is_packed:
-        out, lse = out.transpose(0, 1)[None], lse[None]
-    assert torch.equal(lse.isinf(), expected[1].isinf()) and (has_sink or lse.isinf().any())
-    torch.testing.assert_close(out, expected[0].half(), rtol=0, atol=2e-3)
-    torch.testing.assert_close(lse, expected[1].float(), rtol=0, atol=1e-5)
-    dout, dlse = torch.randn(out.shape).to(out), torch.randn(lse.shape).to(lse)
-    dlse = dlse.masked_fill(lse.isinf(), math.nan)
-    actual = torch.autograd.grad([out, lse], inputs, [dout, dlse])
-    dlse = dlse.double().nan_to_num(0)
-    visible = expected[1].isfinite()
-    loss = (expected[0] * dout).sum() + (expected[1][visible] * dlse[visible]).sum()
-    for a, b in zip(actual, torch.autograd.grad(loss, inputs), strict=True):
-        assert torch.all(a.isfinite())
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
-
-
-def test_gradcheck_of_merge():
-    outs = [torch.randn(2, 3, 4, 5, dtype=F64, requires_grad=True) for _ in range(3)]
-    lses = [torch.randn(2, 3, 4, dtype=F64, requires_grad=True) for _ in range(3)]
-    sink = torch.randn(3, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda sink, *x: flash_cute.merge(x[:3], x[3:], learnable_sink=sink), (sink, *outs, *lses)
-    )
-
-
-def test_merge_keeps_what_nobody_saw_out():
-    out, lse = torch.randn(1, 1, 3, 4), torch.tensor([[[0.5, -math.inf, 300.0]]])
-    nothing = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
-    for merged in (
-        flash_cute.merge([out, nothing[0]], [lse, nothing[1]]),
-        flash_cute.merge([out], [lse]),
-    ):
-        assert torch.equal(merged[1], lse)
-        assert torch.equal(merged[0], out * lse.isfinite()[..., None])
-
-
-@pytest.mark.parametrize(
-    "outs, lses, error, message",
-    [
-        ([], [], ValueError, "outs has 0 tensors and lses 0"),
-        ([torch.ones(1, 2, 3, 4)], [], ValueError, "outs has 1 tensors and lses 0"),
-        (torch.ones(1, 2, 3, 4), [], TypeError, "outs must be a list"),
-        ([torch.ones(2, 3)], [torch.ones(2)], ValueError, r"outs\[0\] has shape \(2, 3\)"),
-        ([torch.ones(3, 2, 4)], [torch.ones(3, 2)], ValueError, r"lses\[0\] .*must be \(2, 3\)"),
-        (
-            [torch.ones(3, 2, 4), torch.ones(3, 2, 4).half()], [torch.ones(2, 3)] * 2,
-            TypeError, r"outs\[1\] is torch.float16",
-        ),
-    ],
-)  # fmt: skip
-def test_merge_refuses(outs, lses, error, message):
-    with pytest.raises(error, match=message):
-        flash_cute.merge(outs, lses)
