@@ -219,6 +219,26 @@ def test_cache(module: Any, device: str) -> None:
             )
 
 
+def test_compile() -> None:
+    q, k, v = tensors("cpu", *((2, 20, 4, 16),) * 3)
+    begins, lengths = torch.tensor([0, 5, 40]).int(), torch.tensor([3, 4]).int()
+
+    def calls(q: Tensor, k: Tensor, v: Tensor, *caches: Tensor) -> list[Any]:
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        new = (x[:, :2] for x in (k, v))
+        return [
+            fa2.flash_attn_func(q, k, v, causal=True, window_size=(4, 0), softcap=2.0),
+            fa3.flash_attn_varlen_func(*packed, begins, begins, 35, 35, causal=True),
+            fa2.flash_attn_with_kvcache(q[:, :2], *caches, *new, cache_seqlens=lengths),
+        ]
+
+    compiled = torch.compile(calls, backend="aot_eager", fullgraph=True)
+    cache = torch.zeros(2, 9, 4, 16)
+    results = [f(q, k, v, cache.clone(), cache.clone()) for f in (compiled, calls)]
+    for x, right in zip(*results, strict=True):
+        torch.testing.assert_close(x, right)
+
+
 @pytest.mark.parametrize(
     "call, option, match",
     [

@@ -44,14 +44,14 @@ for inputs, tokens in (
 ):
     results = []
     for name in ("sdpa", NAME):
-        model.set_attn_implementation(name, allow_all_kernels=True)
+        model.set_attn_implementation(name)
         model.zero_grad()
         out = model(**inputs)[0] * tokens[..., None]
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         results.append((out.detach(), *(x.grad.clone() for x in model.parameters())))
     for x, right in zip(*results):
         torch.testing.assert_close(x, right, rtol=0, atol=1e-4 * float(right.abs().max()))
-model.set_attn_implementation(NAME, allow_all_kernels=True)
+model.set_attn_implementation(NAME)
 model.config.attention_dropout = 0.5
 for layer in model.layers:
     layer.self_attn.attention_dropout = 0.5

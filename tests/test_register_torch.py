@@ -3,8 +3,12 @@ on the CPU's key, where no kernel of PyTorch's is, in front of stand-ins."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +135,18 @@ def test_dense_layout_of_the_varlen_op() -> None:
     for more in ({"num_splits": 1}, {"block_table": q}, {"alibi_slopes": q}):
         assert aten.flash_forward(q, k, v, None, None, 9, 9, 0.0, True, False, **more) is None
     assert aten.flash_forward(q, k, v, None, None, 9, 9, 0.0, True, True) is None
+
+
+def test_context_parallel() -> None:
+    """Two processes, on two GPUs if there are."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).parent / "context_parallel.py")
+    done = subprocess.run(
+        [*command, script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes" in done.stdout and "output and gradients are right" in done.stdout
 
 
 def test_unregister(calls: list[str]) -> None:
