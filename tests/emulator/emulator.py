@@ -237,8 +237,8 @@ class Emulator:
         seed: int = 0,
         **options: int,
     ) -> tuple[tuple[Tensor, ...], Counters]:
-        """(dq, dk, dv, and dsink if there is a sink), and what was counted. `seed` decides in which order CTAs start too, so that
-        sums come in another order; 0 leaves them in theirs."""
+        """(dq, dk, dv, and dsink if there is a sink), and what was counted. `seed` decides in which
+        order CTAs start too, so that sums come in another order; 0 leaves them in theirs."""
         rows = [_readable_rows(x) for x in (q, k, v, out, dout)]
         gradients = [_like(x, its_rows) for x, its_rows in zip((q, k, v), rows, strict=False)]
         band = window_left, window_right, diagonal_offset

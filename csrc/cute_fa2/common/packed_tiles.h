@@ -19,7 +19,8 @@ class PackedTiles {
   CUTE_DEVICE int count() const { return *list_.count * heads_.divisor; }
   CUTE_DEVICE TileCoord tile(int index) const {
     int head;
-    return coord(entry(index, head), head);
+    const SequenceTile& tile = entry(index, head);
+    return coord(tile, head);
   }
   CUTE_DEVICE Sequence sequence(int index) const {
     int head;
