@@ -9,6 +9,7 @@ forward. What only the run itself can tell (a backend that refuses) is an except
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -70,7 +71,39 @@ def _flash_cute_why_not(case: Case, device: torch.device) -> str | None:
 def _bind_flash_cute(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     import flash_cute
 
+    window = case.window, -1
+    if case.documents:
+        ends = ends_of(case, q.device)
+        return lambda: flash_cute.forward_varlen(
+            q, k, v, ends, is_causal=case.causal, window_size=window
+        )
+    if case.window >= 0:
+        return lambda: flash_cute.forward(q, k, v, is_causal=case.causal, window_size=window)
     return lambda: flash_cute.forward(q, k, v, is_causal=case.causal)
+
+
+def ends_of(case: Case, device: torch.device) -> torch.Tensor:
+    """cu_seqlens of the documents; of a dense case, its entries of the batch."""
+    lengths = case.documents or (case.q_len,) * case.batch
+    ends = [0, *itertools.accumulate(lengths)]
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def _dense_why_not(case: Case, device: torch.device) -> str | None:
+    return None if len(set(case.documents)) == 1 else "lengths differ"
+
+
+def _bind_dense(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    import flash_cute
+
+    def entries(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (len(case.documents), -1)).transpose(1, 2)
+
+    def call() -> Result:
+        out, lse = flash_cute.forward(*map(entries, (q, k, v)), is_causal=case.causal)
+        return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
+
+    return call
 
 
 def tuned(tuning: str, name: str | None = None) -> Provider:
@@ -82,8 +115,9 @@ def tuned(tuning: str, name: str | None = None) -> Provider:
     def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
         from flash_cute import ops
 
-        window_right = 0 if case.causal else -1
-        return lambda: ops.fwd(q, k, v, window_right=window_right, tuning=tuning)
+        band = {"window_left": case.window, "window_right": 0 if case.causal else -1}
+        lengths = (None,) * 3 + (ends_of(case, q.device),) * 2 if case.documents else ()
+        return lambda: ops.fwd(q, k, v, *lengths, **band, tuning=tuning)
 
     return Provider(name or tuning, f"flash_cute with {tuning}", bind, why_not, is_ours=True)
 
@@ -92,6 +126,8 @@ def tuned(tuning: str, name: str | None = None) -> Provider:
 
 
 def _bind_sdpa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    if case.documents or case.window >= 0:
+        return _bind_varlen_attn(case, q, k, v)
     causal = case.causal and not case.causal_is_full
     grouped = case.heads != case.kv_heads
 
@@ -102,10 +138,33 @@ def _bind_sdpa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     return call
 
 
+def _bind_varlen_attn(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    """PyTorch's FlashAttention-2 has packed sequences and windows here."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    ends, longest = ends_of(case, q.device), max(case.documents, default=case.q_len)
+    window = case.window, 0 if case.causal else -1
+
+    def rows_of(x: torch.Tensor) -> torch.Tensor:
+        return x if case.documents else x.transpose(1, 2).flatten(0, 1)
+
+    def call() -> Result:
+        packed = map(rows_of, (q, k, v))
+        asked = {"window_size": window, "return_aux": AuxRequest(lse=True)}
+        out, lse = varlen_attn(*packed, ends, ends, longest, longest, **asked)
+        if case.documents:
+            return out, lse
+        return out.unflatten(0, (case.batch, -1)).transpose(1, 2), lse[None]
+
+    return call
+
+
 def _sdpa(name: str, about: str, backend: SDPBackend, head_dim_limit: int = 0) -> Provider:
     def why_not(case: Case, device: torch.device) -> str | None:
         if case.causal and case.q_len not in (1, case.kv_len):
             return "SDPA's is_causal is aligned to the top left corner"
+        if (case.documents or case.window >= 0) and backend != SDPBackend.FLASH_ATTENTION:
+            return "no packed sequences and windows"
         if head_dim_limit and case.head_dim > head_dim_limit:
             return f"head dim above {head_dim_limit}"
         if head_dim_limit and case.dtype == "fp32" and device.type == "cuda":
@@ -129,15 +188,31 @@ def _bind_flex(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
     diagonal = case.kv_len - case.q_len
+    documents = torch.repeat_interleave(
+        torch.tensor(case.documents or (case.q_len,), device=q.device)
+    )
 
     def causal_mask(b, h, q_index, kv_index):  # type: ignore[no-untyped-def]
-        return q_index + diagonal >= kv_index
+        seen = q_index + diagonal >= kv_index
+        if case.window >= 0:
+            seen = seen & (q_index + diagonal - kv_index <= case.window)
+        if case.documents:
+            seen = seen & (documents[q_index] == documents[kv_index])
+        return seen
 
+    if case.documents:
+        dense = (x.transpose(0, 1)[None] for x in (q, k, v))
+        q, k, v = dense
     mask = None
     if case.causal and not case.causal_is_full:
         mask = create_block_mask(causal_mask, None, None, case.q_len, case.kv_len, q.device)
     grouped = case.heads != case.kv_heads
-    return lambda: (compiled(q, k, v, block_mask=mask, enable_gqa=grouped), None)
+
+    def call() -> Result:
+        out = compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+        return (out[0].transpose(0, 1) if case.documents else out), None
+
+    return call
 
 
 # -- our Triton kernel ---------------------------------------------------------------------------
@@ -152,6 +227,8 @@ def _triton_why_not(case: Case, device: torch.device) -> str | None:
         return "fp16 and bf16 only"
     if case.op != "fwd":
         return "forward only"
+    if case.documents or case.window >= 0:
+        return "no packed sequences and windows"
     return None
 
 
@@ -168,6 +245,7 @@ PROVIDERS = {
             "flash_cute", "flash_cute.forward", _bind_flash_cute, _flash_cute_why_not, is_ours=True
         ),
         tuned("arch=80", name="sm80"),
+        Provider("dense", "flash_cute.forward of equal lengths", _bind_dense, _dense_why_not),
         _sdpa("fa2", "torch SDPA, flash backend", SDPBackend.FLASH_ATTENTION, 256),
         _sdpa("cudnn", "torch SDPA, cuDNN backend", SDPBackend.CUDNN_ATTENTION, 256),
         _sdpa("efficient", "torch SDPA, efficient backend", SDPBackend.EFFICIENT_ATTENTION),

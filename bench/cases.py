@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ OPS = {"fwd": 2, "bwd": 5, "fwdbwd": 7}
 
 @dataclass(frozen=True)
 class Case:
-    """q is (batch, heads, q_len, head_dim); k and v are (batch, kv_heads, kv_len, head_dim)."""
+    """q is (batch, heads, q_len, head_dim); k and v are (batch, kv_heads, kv_len, head_dim). With
+    `documents` they are (q_len, heads, head_dim) and so on: sequences one after the other."""
 
     batch: int
     heads: int
@@ -30,6 +31,10 @@ class Case:
     layout: str = "bhnd"
     #: "fwd", "bwd" (of a forward that has run) or "fwdbwd" (both).
     op: str = "fwd"
+    #: With a causal mask: keys that a query sees beside its own; -1: all before it.
+    window: int = -1
+    #: The lengths of packed sequences; empty: dense.
+    documents: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -39,7 +44,12 @@ class Case:
         length = f"N{self.q_len}"
         if self.kv_len != self.q_len:
             length = f"Nq{self.q_len} Nk{self.kv_len}"
+        if self.documents:
+            several = len(self.documents) > 1 and len(set(self.documents)) > 1
+            length = f"T{self.q_len} in {len(self.documents)}" + (" mixed" if several else "")
         mask = "causal" if self.causal else "full"
+        if self.window >= 0:
+            mask = f"window {self.window + 1}"
         rest = (f" {self.layout}" if self.layout != "bhnd" else "") + (
             f" {self.op}" if self.op != "fwd" else ""
         )
@@ -54,8 +64,17 @@ class Case:
         """One query aligned to the bottom right corner sees every key."""
         return self.causal and self.q_len == 1
 
+    def parts(self) -> list[Case]:
+        """Each of the documents, as a dense case."""
+        return [replace(self, q_len=n, kv_len=n, documents=()) for n in self.documents]
+
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head that the mask lets through, counted exactly."""
+        if self.documents:
+            return sum(part.visible_pairs() for part in self.parts())
+        if self.window >= 0:
+            first = min(self.q_len, self.window + 1)  # rows with fewer keys than the window
+            return first * (first + 1) // 2 + (self.q_len - first) * (self.window + 1)
         if not self.causal:
             return self.q_len * self.kv_len
         # Query i sees keys j <= i + kv_len - q_len: the last `rows` queries see at least one.
@@ -66,7 +85,9 @@ class Case:
         """4 B H Nq Nk D, of a backward 10; for causal half of that if Nq = Nk (the field's
         convention), else the exact count of visible pairs."""
         work = OPS[self.op] * self.batch * self.heads * self.head_dim
-        if self.causal and self.q_len == self.kv_len:
+        if self.documents:
+            return sum(part.flops() for part in self.parts())
+        if self.causal and self.window < 0 and self.q_len == self.kv_len:
             return work * self.q_len * self.kv_len
         return 2 * work * self.visible_pairs()
 
@@ -76,7 +97,12 @@ class Case:
         return 2 * self.batch * self.kv_heads * self.kv_len * self.head_dim * element
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self)}
+        given = {k: v for k, v in asdict(self).items() if k not in ("window", "documents")}
+        if self.window >= 0:
+            given["window"] = self.window
+        if self.documents:
+            given["documents"] = list(self.documents)
+        return {"name": self.name, **given}
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -85,6 +111,9 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(heads: int, length: int) -> torch.Tensor:
+        if case.documents:
+            shape = length, heads, case.head_dim
+            return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[case.dtype])
         bnhd = case.layout == "bnhd"
         inner = (length, heads) if bnhd else (heads, length)
         shape = (case.batch, *inner, case.head_dim)
@@ -197,7 +226,44 @@ def fwdbwd() -> Iterator[Case]:
     return (replace(case, op="fwdbwd") for case in bwd())
 
 
+def packed(documents: Sequence[int], head_dim: int, **more: Any) -> Case:
+    heads, length = 2048 // head_dim, sum(documents)
+    documents = tuple(documents)
+    return Case(1, heads, heads, length, length, head_dim, True, documents=documents, **more)
+
+
+def log_normal(tokens: int, seed: int = 0) -> list[int]:
+    """Lengths of documents, as corpora have them: a median of 600 tokens, and a few long ones."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        drawn = math.exp(math.log(600) + 1.2 * torch.randn((), generator=generator).item())
+        lengths.append(min(left, max(16, int(drawn))))
+    return lengths
+
+
+def varlen() -> Iterator[Case]:
+    """Packed documents: of equal lengths, of which there is a dense call too, and of mixed ones."""
+    for op in ("fwd", "bwd"):
+        for head_dim in (64, 128):
+            for length in (1024, 4096):
+                yield packed([length] * (16384 // length), head_dim, op=op)
+            for tokens in (16384, 65536):
+                yield packed(log_normal(tokens), head_dim, op=op)
+
+
+def window() -> Iterator[Case]:
+    """Causal windows, beside the whole causal mask."""
+    for op in ("fwd", "bwd"):
+        for length in (8192, 32768):
+            for width in (0, 128, 512, 1024, 4096):
+                yield square(1, length, 16, 128, True, window=width - 1, op=op)
+
+
 SUITES = {
     suite.__name__: suite
-    for suite in (train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning, bwd, fwdbwd)
+    for suite in (
+        *(train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning, bwd, fwdbwd),
+        *(varlen, window),
+    )
 }

@@ -5,7 +5,7 @@ What passes is decided by `flash_cute.tolerance`, for peers as for us.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ def check(
     """Per provider: `error`, `error_bound`, `lse_error` (None: no LSE comes back) and `correct`."""
     from flash_cute import reference, tolerance
 
+    if case.documents:
+        return _of_documents(case, (q, k, v), results, check, limit)
+    window = {"window_left": case.window}
     checked: dict[str, dict[str, Any]] = {
         name: {
             "error": 0.0,
@@ -53,11 +56,11 @@ def check(
         inputs = q[entry, :, rows], k[entry, :, keys], v[entry, :, keys]
         exact_lse = torch.empty(0)
         if any(lse is None for _, lse in results.values()):
-            exact_lse = reference.attention(*inputs, case.causal, case.scale)[1]
+            exact_lse = reference.attention(*inputs, case.causal, case.scale, **window)[1]
         for name, (out, lse) in results.items():
             # Who returns no LSE is held to its output alone.
             piece = out[entry, :, rows], exact_lse if lse is None else lse[entry, :, rows]
-            found = tolerance.compare(*piece, *inputs, case.causal, case.scale)
+            found = tolerance.compare(*piece, *inputs, case.causal, case.scale, **window)
             row = checked[name]
             row["error"] = max(row["error"], found.out_error)
             row["error_bound"] = max(row["error_bound"], found.out_bound)
@@ -83,6 +86,9 @@ def check_gradients(
     piece has key heads with their query heads, at least one of a batch entry."""
     from flash_cute import tolerance
 
+    if case.documents:
+        return _of_documents(case, (q, k, v, dout), results, check_gradients, limit)
+    window = {"window_left": case.window}
     group = case.heads // case.kv_heads
     step = max(1, limit // (group * case.q_len * case.kv_len))
     found: dict[str, list[tolerance.GradientComparison]] = {name: [] for name in results}
@@ -94,7 +100,9 @@ def check_gradients(
             for name, (dq, dk, dv) in results.items():
                 gradients = dq[of_q], dk[kv], dv[kv]
                 found[name].append(
-                    tolerance.compare_gradients(gradients, *inputs, case.causal, case.scale)
+                    tolerance.compare_gradients(
+                        gradients, *inputs, case.causal, case.scale, **window
+                    )
                 )
     checked = {}
     for name, of_pieces in found.items():
@@ -108,3 +116,36 @@ def check_gradients(
             "correct": whole.passed,
         }
     return checked
+
+
+def _of_documents(
+    case: Case,
+    tensors: tuple[torch.Tensor, ...],
+    results: Mapping[str, Result],
+    check: Callable[..., dict[str, dict[str, Any]]],
+    limit: int,
+) -> dict[str, dict[str, Any]]:
+    """Each document is checked as a dense case. What is worst of all is told."""
+    worst: dict[str, dict[str, Any]] = {}
+    first = 0
+    for part in case.parts():
+        rows = slice(first, first + part.q_len)
+        first += part.q_len
+
+        def dense(x: torch.Tensor | None, rows: slice = rows) -> torch.Tensor | None:
+            # (rows, heads, columns), or (heads, rows) of an LSE
+            if x is None:
+                return None
+            return x[rows].transpose(0, 1)[None] if x.dim() == 3 else x[:, rows][None]
+
+        of_part = {name: tuple(map(dense, result)) for name, result in results.items()}
+        for name, row in check(part, *map(dense, tensors), of_part, limit).items():
+            so_far = worst.setdefault(name, row)
+            for key, value in row.items():
+                if key == "correct":
+                    so_far[key] = so_far[key] and value
+                elif isinstance(value, float):
+                    so_far[key] = max(so_far[key], value)
+                elif isinstance(value, tuple):
+                    so_far[key] = tuple(map(max, so_far[key], value))
+    return worst

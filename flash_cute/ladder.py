@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import reference
+from flash_cute.scores import band_of
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -194,7 +195,7 @@ def _scores(
     if not is_causal:
         return scores
     row, key = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
-    band = reference.band_of(q, k, is_causal, -1, -1, None)
+    band = band_of(q, k, is_causal, -1, -1, None)
     _, end = reference.visible_keys(row[rows], len(key), *band)
     return scores.masked_fill(key[keys] >= end[:, None], -math.inf)
 
