@@ -88,7 +88,7 @@ PLACES = {
         Place(KERNEL, "const TileCoord tile = tile_of(", "a CTA has one tile of rows"),
         Place(MAINLOOP, "mask_.visible_blocks(row0_", "the key blocks that the tile sees"),
         Place(MAINLOOP, "while (has_next(n_block--))", "the loop, from the last to the first"),
-        Place(EPILOGUE, "= softmax.lse(mine)", "LSE = m + log l"),
+        Place(EPILOGUE, "softmax.lse(mine", "LSE = m + log l"),
         Place(POLICY, "float limit_above(", "beyond the paper: m has slack, so few blocks rescale"),
     ),
 }

@@ -18,7 +18,7 @@ UNFINISHED = "has not waited for"
 READ = f"{RACE}|{UNWRITTEN}|{UNFINISHED}"
 BOUNDS = "in no row of any tensor"
 WRITTEN = "has been written already"
-WRONG = "(out|lse|dq|dk|dv) error"
+WRONG = "(out|lse|dq|dk|dv|next) error"
 STUCK = "every thread waits"
 
 
@@ -87,7 +87,18 @@ BACKWARD_SM90 = [
     Fault("bwd90-dq-done", "", READ),
     Fault("bwd90-bulk-fence", "", "with no fence.proxy.async ahead"),
 ]
-FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD, *BACKWARD_SM90]
+PACKED = [
+    Fault("packed-band", "= len_k - len_q + 1", WRONG),
+    Fault("key-start", "= clamp(table.key_start[batch] - 1, k.count)", WRONG),
+    Fault("sink-lse", "return of_keys;", WRONG),
+    Fault("sink-split", "lse = sink.join(sink.join(lse));", WRONG),
+    Fault("sink-gradient", "sum += stats.delta;", WRONG),
+]
+PACKED_SM90 = [
+    Fault("ragged-end", "= sequence.first_k + sequence.len_k + 1", WRONG),
+    Fault("last-store", "= false", f"{WRITTEN}|{BOUNDS}|{WRONG}"),
+]
+FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD, *BACKWARD_SM90, *PACKED, *PACKED_SM90]
 
 
 def plant(folder: str) -> None:

@@ -17,13 +17,15 @@ if __name__ == "__main__":
 import torch
 from build_emulator import TESTED, build
 from emulator import Emulator
-from faults import BACKWARD, BACKWARD_SM90, FAULTS, SM80, SM90, Fault
+from faults import BACKWARD, BACKWARD_SM90, FAULTS, PACKED, PACKED_SM90, SM80, SM90, Fault
+from packed import CALLS, Call, check_sink
 from support import poisoned, random_inputs, rising_inputs
 
 
 def what_catches(library: Path, fault: Fault | None) -> str:
     """The first objection to the kernels with this fault; nothing if there is none."""
     sets = {"sm80": SM80, "sm90": SM90, "backward": BACKWARD, "backward of sm90": BACKWARD_SM90}
+    sets |= {"packed": PACKED, "packed, sm90": PACKED_SM90}
     names = [name for name, faults in sets.items() if fault in faults] or list(sets)
     for name in names:
         # One CTA at a time, so that it is always the same objection that comes first.
@@ -31,7 +33,8 @@ def what_catches(library: Path, fault: Fault | None) -> str:
         emulator = Emulator(library, arch, workers=1, multiprocessors=2)
         emulator.plant(FAULTS.index(fault) + 1 if fault else 0)
         try:
-            (run_backward_cases if name.startswith("backward") else run_cases)(emulator)
+            kinds = {"backward": run_backward_cases, "packed": run_packed_cases}
+            kinds.get(re.split(r"\W", name)[0], run_cases)(emulator)
         except AssertionError as error:  # of the machine, or of the comparison
             return f"{name}: {error}"
         finally:
@@ -75,6 +78,14 @@ def run_backward_cases(emulator: Emulator) -> None:
         check(2, 1, 500, 500, head_dim=128, seed=1)
         check(2, 1, 150, 500, deterministic=True, seed=1)
     check(3, 1, 100, 70, head_splits=2)  # one block of keys; rows without a key
+
+
+def run_packed_cases(emulator: Emulator) -> None:
+    check_sink(emulator, splits=3)
+    for name in ("window-gaps", "padded-sink"):
+        call = Call(**CALLS[name])
+        call.check(emulator)
+        call.check_backward(emulator)
 
 
 def main(part: str) -> int:

@@ -119,7 +119,7 @@ struct CombineKernel {
     if (params.sink) {  // once, not in each split
       const Sink sink = {params.sink[head]};
       inverse *= sink.share_of_keys(lse);
-      lse = sink.join(lse);
+      lse = sink.join(lse);  // fault: sink-split
     }
     CUTE_UNROLL
     for (int c = 0; c < 8; ++c) result(c) *= inverse;

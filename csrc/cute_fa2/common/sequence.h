@@ -29,7 +29,7 @@ struct Sequence {
       const Rows q = rows(table.cu_seqlens_q, table.seqused_q, batch, params.len_q);
       Rows k = rows(table.cu_seqlens_k, table.seqused_k, batch, params.len_k);
       if (table.key_start) {
-        const int start = clamp(table.key_start[batch], k.count);
+        const int start = clamp(table.key_start[batch], k.count);  // fault: key-start
         k = {k.first + start, k.count - start};
       }
       return {q.count, k.count, q.first, k.first, 0, k.count};

@@ -31,10 +31,11 @@ struct Band {
 
   // About the diagonal j = i + len_k - len_q.
   FLASH_CUTE_HOST_DEVICE Band of_sequence(int len_q, int len_k) const {
+    const int diagonal = len_k - len_q;  // fault: packed-band
     const auto bound = [&](int shift) {
       return shift < -len_q ? -len_q : shift > len_k ? len_k : shift;
     };
-    return {bound(begin + (len_k - len_q)), bound(end + (len_k - len_q))};
+    return {bound(begin + diagonal), bound(end + diagonal)};
   }
 
   // Whether rows have a first key as well as a last: some row does not see key 0.

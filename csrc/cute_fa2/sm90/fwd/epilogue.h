@@ -43,7 +43,9 @@ struct FwdEpilogue {
     }
 
     // The map does not know where a sequence ends that another one follows.
-    if (Traits::kIsPacked && row0 + Traits::kWarpRows > pack_gqa.rows(sequence.len_q)) {
+    const int rows = pack_gqa.rows(sequence.len_q);
+    const bool is_last = Traits::kIsPacked && row0 + Traits::kWarpRows > rows;  // fault: last-store
+    if (is_last) {
       store_rows<ElementOut>(arguments, arguments.params.out, tile, row0, sequence, tOrO,
                              [](int, int) {});
       hopper::sync_warp();
