@@ -83,6 +83,7 @@ class Tile(TileOfAnyArch, total=False):
     column_warps: int  #: how many of the warps share their query rows
     # sm90's forward only.
     split_kv: int  #: 1 if it serves split-KV, else 0
+    packed: int  #: 1 if it serves packed and padded sequences, else 0
     ping_pong: int  #: 1 if consumers issue their products in turns, else 0
     q_stages: int  #: query tiles in shared memory
     producer_registers: int  #: registers of a thread in the warpgroup that loads

@@ -34,9 +34,11 @@ CONFIG = {
     ("sm90", "bwd"): ("head_dim", "head_dim_v", "consumers", "stages"),
     ("sm90", "dq"): ("head_dim", "head_dim_v", "consumers", "block_n", "k_stages", "v_stages"),
 }
-#: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV.
+#: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV. In
+#: the end the kind of mask.
 MANGLED = re.compile(
     r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq)Kernel\S*?(Fwd|Bwd|Dq)ConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?"
+    r"\S*?MaskKindE(\d)"
 )
 #: An instruction, without its predicate.
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(.*?)\s*;", re.MULTILINE)
@@ -88,6 +90,7 @@ class Kernel:
     arch: str
     config: dict[str, int]
     is_split_kv: bool
+    is_packed: bool
     text: str
     op: str = "fwd"
 
@@ -132,7 +135,8 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
         if mangled and mangled[1].lower() == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
-            found.append(Kernel(name, arch, config, mangled[3] is not None, text, op))
+            is_split_kv, is_packed = mangled[3] is not None, mangled[4] == "2"
+            found.append(Kernel(name, arch, config, is_split_kv, is_packed, text, op))
     return found
 
 

@@ -41,6 +41,7 @@ JsonObject as_json(const TileEntrySm90& entry, DType dtype) {
       .add("ctas_per_sm", 1)
       .add("max_registers", config.launch_registers())
       .add("split_kv", entry.split_kv)
+      .add("packed", entry.packed)
       .add("q_stages", config.q_stages)
       .add("ping_pong", config.ping_pong)
       .add("producer_registers", config.producer_registers())
@@ -124,6 +125,7 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
   // The sm90 kernels for splits serve any mask.
   const char* kernel_mask = !is_sm80 && plan.splits.count > 1 ? "any, split-KV"
                             : params.is_full()                ? "full"
+                            : params.is_packed()              ? "packed"
                                                               : "banded";
   return json.add("kernel_mask", kernel_mask)
       .add("rows_per_query", plan.gqa.rows_per_query())
@@ -149,7 +151,10 @@ std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceP
   const int ctas_per_sm = is_sm80 ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   const int tiles = plan.order.tiles();
-  return json.add("kernel_mask", params.is_full() ? "full" : "banded")
+  return json
+      .add("kernel_mask", params.is_full()     ? "full"
+                          : params.is_packed() ? "packed"
+                                               : "banded")
       .add("m_blocks", plan.m_blocks)
       .add("n_blocks", plan.n_blocks)
       .add("dq_by", name_of(plan.dq_by))

@@ -46,20 +46,21 @@ struct PreprocessKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
     const BwdParams& params = arguments.params;
+    const bool is_packed = params.mask == MaskKind::kPacked;
     const int thread = platform::thread_index();
     const int64_t block = platform::cta_index();
     if (thread == 0 && block == 0 && params.workspace.tickets) *params.workspace.tickets = 0;
     int batch_head, m_block, batch, head;
     arguments.m_blocks(batch_head, m_block, platform::cta_index());
     arguments.heads(batch, head, batch_head);
-    if (params.is_packed()) {
+    if (is_packed) {
       const SequenceBlock of_sequence = params.row_blocks.in_place[m_block];
       if (of_sequence.batch < 0) return;
       batch = of_sequence.batch;
       m_block = of_sequence.block;
     }
-    const Sequence sequence = params.is_packed() ? Sequence::of<MaskKind::kPacked>(params, batch)
-                                                 : Sequence::of<MaskKind::kBanded>(params, batch);
+    const Sequence sequence = is_packed ? Sequence::of<MaskKind::kPacked>(params, batch)
+                                        : Sequence::of<MaskKind::kBanded>(params, batch);
 
     for (int first = 0; first < arguments.block_m; first += Traits::kThreads / kLanes) {
       const int in_block = first + thread / kLanes;
@@ -94,11 +95,10 @@ struct PreprocessKernel {
         return mask.begin(row0) < mask.end(row_end - 1) ? tiles.end - tiles.begin : 0;
       };
       // A band serves every mask.
-      const int expected = params.is_packed()
-                               ? tiles_that_add(Mask<MaskKind::kPacked, UnpackedRows>(
-                                     params, sequence, UnpackedRows{}))
-                               : tiles_that_add(Mask<MaskKind::kBanded, UnpackedRows>(
-                                     params, sequence, UnpackedRows{}));
+      const int expected = is_packed ? tiles_that_add(Mask<MaskKind::kPacked, UnpackedRows>(
+                                           params, sequence, UnpackedRows{}))
+                                     : tiles_that_add(Mask<MaskKind::kBanded, UnpackedRows>(
+                                           params, sequence, UnpackedRows{}));
       if (thread == 0) {
         DqAdders& adders = params.workspace.adders[block];
         adders.begun = adders.stored = 0;

@@ -28,13 +28,14 @@ struct SinkGradientKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     const BwdParams& params = arguments.params;
+    const bool is_packed = params.mask == MaskKind::kPacked;
     const int head = platform::cta_index();
     const int thread = platform::thread_index();
     const float sink_log2 = params.sink[head] * Sink::kLog2e;
     float sum = 0.f;  // in a fixed order
-    for (int entry = 0; entry < (params.is_packed() ? 1 : params.batch); ++entry) {
+    for (int entry = 0; entry < (is_packed ? 1 : params.batch); ++entry) {
       for (int block = 0; block < params.m_blocks; ++block) {
-        if (params.is_packed() && params.row_blocks.in_place[block].batch < 0) continue;
+        if (is_packed && params.row_blocks.in_place[block].batch < 0) continue;
         const int64_t index = (int64_t{entry} * params.heads_q + head) * params.m_blocks + block;
         for (int row = thread; row < arguments.block_m; row += Traits::kThreads) {
           const RowGradStats& stats = params.workspace.stats[index * arguments.block_m + row];
