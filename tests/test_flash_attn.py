@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import DEVICES
+from test_options import skip_unserved
 from torch import Tensor
 
 import flash_cute
@@ -130,6 +131,7 @@ def check(
 @pytest.mark.parametrize("device", DEVICES)
 def test_dense(device: str, name: str) -> None:
     options = OPTIONS[name]
+    skip_unserved(device, options)
     q, k, v = tensors(device, (2, 20, 4, 24), (2, 33, 2, 24), (2, 33, 2, 24))
     out, lse = flash_cute.forward(*(x.transpose(1, 2) for x in (q, k, v)), **ours(options))
     right = (out.transpose(1, 2), lse)
@@ -156,7 +158,10 @@ def test_dense(device: str, name: str) -> None:
 def test_slopes_and_sinks(device: str) -> None:
     q, k, v, slopes, sink = tensors(device, *((1, 9, 4, 16),) * 3, (4,), (4,))
     slopes = slopes.detach().float().abs()
-    for extra in ({"alibi_slopes": slopes}, {"learnable_sink": sink}):
+    extras = {"learnable_sink": sink, "alibi_slopes": slopes}
+    for name, extra in extras.items():
+        skip_unserved(device, {name: extra})
+        extra = {name: extra}
         results = fa2.flash_attn_func(q, k, v, **extra, return_attn_probs=True)
         inputs = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = flash_cute.forward(*inputs, **extra)
@@ -167,6 +172,7 @@ def test_slopes_and_sinks(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed(device: str, name: str) -> None:
     options = OPTIONS[name]
+    skip_unserved(device, options)
     q, k, v = tensors(device, (30, 4, 24), (40, 4, 24), (40, 4, 24))
     begins = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 30], [0, 20, 40])]
     lengths = (*begins, 23, 20)

@@ -117,6 +117,8 @@ def check_varlen(device: str, window: tuple[int, int]) -> None:
     check_same((out, lse), expected)
     check_same(gradients(out, q, k, v), gradients(expected[0], q, k, v))
     used = torch.tensor([2, 0, 9], dtype=torch.int32, device=device)
+    if not hasattr(varlen, "varlen_attn_out"):  # from torch 2.13 on
+        return
     with torch.no_grad():
         into = torch.empty_like(q)
         varlen.varlen_attn_out(into, q, k, v, begins, begins, 26, 26, seqused_k=used)

@@ -211,7 +211,9 @@ def register(key: str = "CUDA") -> None:
         warnings.simplefilter("ignore")  # that it overrides kernels is what was asked for
         for name, ours in OPS.items():
             if hasattr(torch.ops.aten, name):  # the last is new in torch 2.13
-                library.impl(name, _override(name, ours, key), key, with_keyset=True)
+                library.impl(
+                    name, _override(name, ours, key), key, with_keyset=True, allow_override=True
+                )
     _libraries[key] = library
     if key == "CUDA" and _cudnn_is_first():
         warnings.warn(

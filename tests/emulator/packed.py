@@ -148,6 +148,7 @@ CALLS = {
     "full-sink": {"lengths": LENGTHS[0], "has_sink": True, "heads": 6, "heads_kv": 2},
     "window-gaps": {"lengths": LENGTHS[1], "window": (20, 7), "gap": 3, "starts": True},
     "left-sink": {"lengths": LENGTHS[2], "window": (40, 0), "has_sink": True, "heads": 6},
+    "one": {"lengths": [(1, 1)], "has_sink": True, "heads": 3},
     "padded": {"lengths": LENGTHS[0], "window": (-1, 0), "is_padded": True, "starts": True},
     "padded-sink": {"lengths": LENGTHS[1], "has_sink": True, "is_padded": True, "starts": True},
 }

@@ -89,8 +89,10 @@ CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& m
   const char* data = static_cast<const char*>(static_cast<const void*>(t.view.data));
   const int bytes = bytes_of(dtype);
   if (t.is_ragged) {
-    dimensions[1] = {t.view.stride_row, t.rows + 1, 1};
-    data -= bytes * t.rows * t.view.stride_row;
+    // One row has no stride, and any will do.
+    const int64_t stride = t.rows > 1 ? t.view.stride_row : t.columns;
+    dimensions[1] = {stride, t.rows + 1, 1};
+    data -= bytes * t.rows * stride;
   }
   cuuint64_t sizes[5], strides[5];  // strides in bytes
   cuuint32_t box[5];
