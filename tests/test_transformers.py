@@ -210,13 +210,20 @@ def test_families_on_the_gpu(name: str, mode: str) -> None:
     if (made := make_inputs(model, mode)) is None:
         pytest.skip(f"{name} has no {mode} inputs")
     inputs, tokens = made
+    # Not SDPA, of which rows that see no key are NaN; and experts in fp64 run on the CPU alone.
+    model.set_attn_implementation("eager")
     in_fp64 = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
-    exact = copy.deepcopy(model).double()(**in_fp64)[0]
+    in_fp64 = {n: x.cpu() for n, x in in_fp64.items()}
+    exact = copy.deepcopy(model).double().cpu()(**in_fp64)[0].to("cuda")
     eager = model(**inputs)[0]
     model.set_attn_implementation("cute_fa")
-    error, eager_error = ((x - exact).abs() for x in (model(**inputs)[0], eager))
+    try:
+        ours = model(**inputs)[0]
+    except NotImplementedError as error:
+        pytest.skip(str(error))
     if exact.shape[:2] == tokens.shape:
-        error, eager_error = error[tokens], eager_error[tokens]
+        exact, eager, ours = exact[tokens], eager[tokens], ours[tokens]
+    error, eager_error = ((x - exact).abs() for x in (ours, eager))
     rounding = 4 * torch.finfo(torch.bfloat16).eps * exact.abs().max()
     assert error.max() <= 2 * eager_error.max() + rounding
 
