@@ -87,6 +87,17 @@ SECTIONS = (
         ("bwd_sm80_h100",),
     ),
     Section("Forward and backward", "At the same points.", ("fwdbwd", "fwdbwd_h100")),
+    Section(
+        "Packed documents",
+        "Causal. Equal lengths, beside the dense call of the same; and lengths as corpora have "
+        "them (log-normal). FA2 is `torch.nn.attention.varlen`.",
+        ("varlen_h100",),
+    ),
+    Section(
+        "Windows",
+        "Causal, beside the whole mask. FA2 is `torch.nn.attention.varlen`.",
+        ("window_h100",),
+    ),
     Section("All providers", "One shape.", ("peers",)),
     Section(
         "Tiles for 99 KB",
