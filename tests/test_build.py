@@ -277,7 +277,7 @@ def test_serialized_wgmma_is_caught(
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
     assert ("Potential Performance Loss" in told) == bool(planted), told
     ((name, text),) = sass.functions(tmp_path / "a.cubin")
-    kernel = sass.Kernel(name, "sm90", {}, False, text)
+    kernel = sass.Kernel(name, "sm90", {}, False, False, text)
     with pytest.raises(AssertionError) if planted else nullcontext():
         test_machine_code.test_wgmma_is_not_serialized([kernel])
 

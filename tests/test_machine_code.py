@@ -202,13 +202,18 @@ def test_registers_within_the_budget(
         assert kernel.arch == "sm80" or used == budget, (kernel, used)
 
 
+#: Exponentials behind the main loop: of the sink's share in each of two rows, and in the LSE.
+OF_SINK = 4
+
+
 def test_softmax_stands_under_a_product() -> None:
     """All exponentials and additions of a step. ptxas may move a wait for a gemm ahead of them,
     which then no longer run beside it."""
     for kernel in kernels_of("sm_90a"):
         pieces = re.split(r"\b(WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|HGMMA)\b", kernel.text)
         ahead = list(zip(pieces[1::2], pieces[2::2], strict=True))  # and what stands behind it
-        softmax = [(wait, piece) for wait, piece in ahead if "MUFU.EX2" in piece]
+        # A sink takes a few more, behind the last product.
+        softmax = [(wait, piece) for wait, piece in ahead if piece.count("MUFU.EX2") > OF_SINK]
         # For the first scores of a tile; at the head of the loop over its blocks; for the scores of
         # the next block; for all of O. Not where a reference rises: warps would wait alone.
         waits = [wait[-1] for wait, _ in ahead if wait != "HGMMA"]

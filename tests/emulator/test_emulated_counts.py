@@ -141,10 +141,10 @@ def test_sm90(sm90, name):
     assert counters.tma_store_bytes == heads * m * d * 2
     assert counters.store_matrix.wavefronts == heads * m * d * 2 // 128
     assert (counters.global_writes_16, counters.global_writes) == (0, heads * m)
-    # The producer tells each consumer of the tiles and of the end, in 16 bytes, to g++ four words.
-    # The consumer's four warps read that.
-    told = (heads + 1) * 4 * m // 64
-    assert (counters.store.wavefronts, counters.load.wavefronts) == (told, 4 * told)
+    # The producer tells each consumer of the tiles and of the end, in 16 bytes. The consumer's four
+    # warps read them, g++ word by word.
+    told = (heads + 1) * m // 64
+    assert (counters.store.wavefronts, counters.load.wavefronts) == (told, 4 * 4 * told)
     # 16 deep each: along the head for S, along the keys for O.
     assert counters.wgmma == heads * m // 16 * (KEY_BLOCKS * d // 16 + n // 16)
     assert counters.cta_barriers == 1

@@ -33,14 +33,18 @@ struct BwdKernel {
       platform::sync_cta();  // the ticket is there
     }
     if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
-      if (index_of(arguments, smem, platform::cta_index()) >= arguments.packed_tiles.count())
-        return;
+      const int index = index_of(arguments, smem, platform::cta_index());
+      if (index >= arguments.packed_tiles.count()) return;
+      if (platform::thread_index() == 0) {
+        int head;
+        const SequenceTile& entry = arguments.packed_tiles.entry(index, head);
+        smem.sequence = PackedTiles::sequence(entry);
+        smem.first_index = entry.first_index;
+      }
+      platform::sync_cta();  // the sequence is there
     }
     const TileCoord taken = tile_of(arguments, smem, platform::cta_index());
-    const Sequence sequence =
-        kMask == MaskKind::kPacked
-            ? arguments.packed_tiles.sequence(index_of(arguments, smem, platform::cta_index()))
-            : Sequence::of<kMask>(params, taken.batch);
+    const Sequence& sequence = sequence_of(params, smem, taken.batch);
     const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
 
     typename Traits::TiledMmaDkv tiled_mma;
@@ -80,6 +84,14 @@ struct BwdKernel {
                                                       : arguments.decoder.tile(index);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
+  }
+  static CUTE_DEVICE decltype(auto) sequence_of(const BwdParams& params, const SharedMemory& smem,
+                                                int batch) {
+    if constexpr (kMask == MaskKind::kPacked) {
+      return (smem.sequence);
+    } else {
+      return Sequence::of<kMask>(params, batch);
+    }
   }
   static CUTE_DEVICE int index_of(const Arguments& arguments, const SharedMemory& smem, int cta) {
     return arguments.params.workspace.tickets ? smem.ticket : cta;

@@ -90,7 +90,7 @@ class BwdMainloop {
   CUTE_DEVICE BlockRange visible(int n_block) const {
     if (stores_dq()) return {0, params_.m_blocks};
     const int key0 = n_block * kBlockN, key_end = cute::min(key0 + kBlockN, sequence_.len_k);
-    return mask_.visible_row_blocks(key0, key_end, sequence_.len_q, kBlockM);
+    return mask().visible_row_blocks(key0, key_end, sequence_.len_q, kBlockM);
   }
 
   // The query heads of this CTA: those of the group, or a share of them.
@@ -108,6 +108,15 @@ class BwdMainloop {
     const BlockRange visible = this->visible(platform::rematerialize(n_block_, block.m_block));
     if (block.m_block > visible.begin) return {block.head, block.m_block - 1};
     return {block.head + 1 < end_head() ? block.head + 1 : -1, visible.end - 1};
+  }
+
+  // For packed sequences made anew, from what shared memory has: it would hold registers.
+  CUTE_DEVICE decltype(auto) mask() const {
+    if constexpr (kMask == MaskKind::kPacked) {
+      return TileMask(params_, sequence_, UnpackedRows{});
+    } else {
+      return (mask_);
+    }
   }
 
   // Whether one key block has all keys, and dQ is stored at once.
@@ -148,9 +157,7 @@ class BwdMainloop {
 
   CUTE_DEVICE int64_t index_of(Block block) const {
     if constexpr (kMask == MaskKind::kPacked) {
-      const int first = Sequence::first_block(params_.sequences.cu_seqlens_q, params_.len_q,
-                                              tile_.batch, kBlockM);
-      return int64_t{block.head} * params_.m_blocks + first + block.m_block;
+      return int64_t{block.head} * params_.m_blocks + smem_.first_index + block.m_block;
     }
     return (int64_t{tile_.batch} * params_.heads_q + block.head) * params_.m_blocks + block.m_block;
   }
@@ -253,9 +260,10 @@ class BwdMainloop {
       }
     }
     const int key0 = n_block_ * kBlockN;  // fault: bwd-mask
-    if (mask_.cuts(row0, kBlockM, key0, kBlockN)) {
-      mask_.apply(weights, coords(platform::rematerialize(thread_)), coords(0u), row0, kBlockM,
-                  key0, kBlockN);
+    const auto& mask = this->mask();
+    if (mask.cuts(row0, kBlockM, key0, kBlockN)) {
+      mask.apply(weights, coords(platform::rematerialize(thread_)), coords(0u), row0, kBlockM, key0,
+                 kBlockN);
     }
     CUTE_UNROLL
     for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
@@ -305,7 +313,7 @@ class BwdMainloop {
     int* const added = workspace.added + index_of(block);
     if (thread_ == 0) {
       const int row_end = cute::min(row0 + kBlockM, sequence_.len_q);
-      const int turn = n_block_ - mask_.visible_blocks(row0, row_end, kBlockN).begin;
+      const int turn = n_block_ - mask().visible_blocks(row0, row_end, kBlockN).begin;
       platform::wait_for_turn(added, turn);  // fault: bwd-turn
     }
     platform::sync_cta();  // it is this CTA's turn

@@ -6,6 +6,7 @@
 
 #include "common/element.h"
 #include "common/platform.h"
+#include "common/sequence.h"
 #include "host/params.h"
 #include "sm80/layouts.h"
 #include "tiles/bwd_sm80.h"
@@ -56,6 +57,9 @@ struct BwdTraits {
     alignas(128) Element ds[cute::size(ShapeS{})];
     alignas(128) RowGradStats stats[kStages][kBlockM];
     alignas(128) int ticket;
+    // Packed sequences: that of the tile, and where its blocks of statistics begin.
+    int first_index;
+    Sequence sequence;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 

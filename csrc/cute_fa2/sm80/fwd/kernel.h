@@ -42,7 +42,7 @@ struct FwdKernel {
       if (platform::cta_index() >= arguments.packed_tiles.count()) return;
     }
     const TileCoord tile = tile_of(arguments, platform::cta_index());
-    const Sequence sequence = sequence_of(arguments, tile);
+    const Sequence sequence = sequence_of(arguments, tile, platform::cta_index());
     const Mask<kMask> mask(params, sequence, pack_gqa);
 
     KVSource kv_source(params, tile.batch, platform::warp_uniform(pack_gqa.kv_head(tile.head)),
@@ -57,18 +57,24 @@ struct FwdKernel {
     softmax.normalize(out, row_allreduce<Traits>(smem, platform::thread_index()));
     // Rematerialized: the tile would hold registers through the main loop.
     const TileCoord done =
-        tile_of(arguments, platform::rematerialize(platform::cta_index(), sequence.len_q));
+        tile_of(arguments, platform::rematerialize(platform::cta_index(), params.len_q));
+    // Read again: it would hold registers, too.
+    const Sequence of_done =
+        kMask == MaskKind::kPacked
+            ? sequence_of(arguments, done,
+                          platform::rematerialize(platform::cta_index(), params.len_k))
+            : sequence;
     if (params.splits.count == 1) {
       if (params.sink) Epilogue::join_sink(arguments, done, tOrO, softmax);
-      Epilogue::run(arguments, done, sequence, smem, tOrO, softmax);
+      Epilogue::run(arguments, done, of_done, smem, tOrO, softmax);
     } else {
       Epilogue::run_split(arguments, done, sequence, tOrO, softmax);
     }
   }
 
  private:
-  static CUTE_DEVICE Sequence sequence_of(const Arguments& arguments, TileCoord tile) {
-    return kMask == MaskKind::kPacked ? arguments.packed_tiles.sequence(platform::cta_index())
+  static CUTE_DEVICE Sequence sequence_of(const Arguments& arguments, TileCoord tile, int cta) {
+    return kMask == MaskKind::kPacked ? arguments.packed_tiles.sequence(cta)
                                       : Sequence::of_split(arguments.params, tile.split);
   }
 
