@@ -78,7 +78,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   Tensor dk = new_like(k, dtype, device);
   Tensor dv = new_like(v, dtype, device);
   const int64_t of_sink = learnable_sink ? heads_q : 0;
-  Tensor dsink = empty_strided(1, &of_sink, &stride, fp32, device);
+  Tensor dsink = learnable_sink ? empty_strided(1, &of_sink, &stride, fp32, device)
+                                : torch::stable::new_empty(q, {0});
   Tensor dbias = torch::stable::new_empty(q, {0});
   const auto results = [&] {
     if (learnable_sink && dtype_of(*learnable_sink) != fp32) {
