@@ -51,11 +51,6 @@ struct Sequence {
     return cu_seqlens ? clamp(cu_seqlens[batch], rows) / block + batch
                       : batch * ((rows + block - 1) / block);
   }
-  // The places of all.
-  static CUTE_HOST_DEVICE int64_t place_count(bool is_packed, int rows, int batch, int block) {
-    return is_packed ? int64_t{rows / block} + batch
-                     : int64_t{batch} * ((rows + block - 1) / block);
-  }
 
  private:
   struct Rows {
