@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -276,7 +276,7 @@ def _general(
                 function, given, *given, **arguments
             )
             return traced
-        raise error
+        _raise(error)
     sharding.register()
     results: tuple[Tensor, Tensor] = ops.fwd(
         *(q, k, v),
@@ -288,6 +288,12 @@ def _general(
         return results
     with torch.no_grad():
         return out.copy_(results[0]), results[1]
+
+
+@torch.compiler.disable
+def _raise(error: Exception) -> NoReturn:
+    """Not traced: torch 2.11's Dynamo cannot raise an exception that it did not see made."""
+    raise error
 
 
 def _keywords(arguments: dict[str, Any]) -> dict[str, Any]:
