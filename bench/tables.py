@@ -141,6 +141,17 @@ def host_time(rows: Sequence[Row]) -> str:
     return grid(["host time of a call, us", *map(label, providers)], lines)
 
 
+def doors(rows: Sequence[Row]) -> str:
+    """A line per door: host time with ours and with PyTorch's own kernel behind it."""
+    lines = []
+    for name, cells in by_case(rows).items():
+        times = [cells[provider].get("host_us") for provider in (OURS, "torch")]
+        ours, theirs = times
+        text = _times(ours / theirs if ours and theirs else None)
+        lines.append([name, *("-" if us is None else f"{us:.1f}" for us in times), text])
+    return grid(["host time of a call, us", OURS, "PyTorch's own", "ratio"], lines)
+
+
 def memory(rows: Sequence[Row]) -> str:
     def mib(count: int | None) -> str:
         return "-" if count is None else f"{count / 2**20:.1f}"

@@ -144,9 +144,8 @@ def flash_forward(
     num_splits: int | None = None,
 ) -> tuple[Any, ...] | None:
     """_flash_attention_forward. `num_splits` asks for bits that do not depend on the batch."""
-    if return_debug_mask or not alibi_slopes is block_table is num_splits is None:
-        return UNSERVED
-    if not _serves(query, key, value, dropout_p):
+    has_more = alibi_slopes is not None or block_table is not None or num_splits is not None
+    if return_debug_mask or has_more or not _serves(query, key, value, dropout_p):
         return UNSERVED
     keywords = _band(is_causal, scale, window_size_left, window_size_right)
     if seqused_k is not None:
