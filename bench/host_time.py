@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import environment
 from bench.baselines import Bind, Call, Provider, ends_of
 from bench.cases import Case, make_inputs
 from bench.harness import Options, Row, prepare, turn_order
@@ -37,14 +38,12 @@ CASES = (
 
 
 def _round(call: Call, device: torch.device, calls: int) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    environment.synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
         call()
     elapsed = time.perf_counter() - start
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    environment.synchronize(device)
     return elapsed / calls * 1e6
 
 

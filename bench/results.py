@@ -140,6 +140,20 @@ SECTIONS = (
         tables.accuracy,
     ),
     Section(
+        "A training step in transformers",
+        "A Llama of 8 layers, 1024 wide, bf16, with `register(transformers=True)` and with SDPA. "
+        "Errors are of all gradients together, relative to those in fp32.",
+        ("llama",),
+        tables.llama,
+    ),
+    Section(
+        "Context parallelism",
+        "PyTorch's `context_parallel`, causal, B1 H8 D128, bf16, with `register(torch=True)` and "
+        "without. The greatest of the relative errors of out, dq, dk and dv, beside one GPU.",
+        ("context_parallel",),
+        tables.context_parallel,
+    ),
+    Section(
         "Training a GPT",
         "`python -m examples.train_gpt`, 2000 steps of 32 x 1024 bytes, runs of the same seed. "
         "Losses in nats a byte. The picture is of the first run.",

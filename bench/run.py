@@ -187,8 +187,9 @@ def check_arguments(
             parser.error(f"--json {args.json} is a folder")
 
 
-def without_folders(argv: list[str]) -> list[str]:
+def without_folders(argv: list[str] | None) -> list[str]:
     """The command line to record; where somebody keeps results is no part of it."""
+    argv = sys.argv[1:] if argv is None else argv
     return [
         Path(text).name if before == "--json" else text
         for before, text in zip(["", *argv], argv, strict=False)
@@ -235,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         budget_ms=min(20.0, 0.5e3 * args.time_budget / turns),
     )  # fmt: skip
 
-    meta = environment.describe(device, without_folders(sys.argv[1:] if argv is None else argv))
+    meta = environment.describe(device, without_folders(argv))
     meta |= {"suite": args.suite, "rounds": args.rounds}
     meta["commit"] = meta["commit"] or args.commit
     result: dict[str, Any] = {"meta": meta, "rows": []}

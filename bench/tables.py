@@ -181,6 +181,38 @@ def training(rows: Sequence[Row]) -> str:
     return grid(head, lines)
 
 
+def llama(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            name,
+            *(f"{x[field]:.{digits}f}" for field, digits in (("loss", 4), ("ms", 1)) for x in both),
+            *(f"{x['gradient_error']:.2e}" for x in both),
+            _times(ratio(cells, "sdpa")),
+        ]
+        for name, cells in by_case(rows).items()
+        for both in [(cells[OURS], cells["sdpa"])]
+    ]
+    measures = ("loss", "ms", "error of gradients")
+    names = (OURS, "SDPA")
+    header = [f"{measure}, {name}" for measure in measures for name in names]
+    return grid(["a step", *header, "to SDPA"], lines)
+
+
+def context_parallel(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            name,
+            *(f"{x['ms']:.1f}" for x in both),
+            *(f"{max(x['errors'].values()):.1e}" for x in both),
+            _times(ratio(cells, "torch")),
+        ]
+        for name, cells in by_case(rows).items()
+        for both in [(cells[OURS], cells["torch"])]
+    ]
+    header = [f"{measure}, {x}" for measure in ("ms", "error") for x in (OURS, "PyTorch's own")]
+    return grid(["forward and backward", *header, "to PyTorch's"], lines)
+
+
 def accuracy(rows: Sequence[Row]) -> str:
     """A line per case and gradient: greatest error and RMSE, and ours as multiples of theirs."""
     ours, *peers = providers_of(rows)
