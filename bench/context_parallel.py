@@ -39,7 +39,7 @@ def make_inputs(length: int, device: torch.device) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, HEADS, length, HEAD_DIM)
     draw = torch.randn(4, *shape, generator=generator, device=device, dtype=torch.bfloat16)
-    return list(draw.unbind())
+    return [x.clone() for x in draw]  # each with memory of its own, which is cut to a share
 
 
 def on_one_gpu(length: int, device: torch.device) -> list[Tensor]:
