@@ -20,11 +20,13 @@ OPS: dict[str, dict[str, dict[str, str]]] = {
             "full": "MaskKind::kFull",
             "banded": "MaskKind::kBanded",
             "packed": "MaskKind::kPacked",
+            "scored": "MaskKind::kScored",
         },
         "sm90": {
             "full": "MaskKind::kFull, false",
             "banded": "MaskKind::kBanded, false",
             "packed": "MaskKind::kPacked, false",
+            "scored": "MaskKind::kScored, false",
             "splits": "MaskKind::kBanded, true",
         },
     },
@@ -33,11 +35,13 @@ OPS: dict[str, dict[str, dict[str, str]]] = {
             "full": "MaskKind::kFull",
             "banded": "MaskKind::kBanded",
             "packed": "MaskKind::kPacked",
+            "scored": "MaskKind::kScored",
         },
         "sm90": {
             "full": "MaskKind::kFull",
             "banded": "MaskKind::kBanded",
             "packed": "MaskKind::kPacked",
+            "scored": "MaskKind::kScored",
         },
     },
 }

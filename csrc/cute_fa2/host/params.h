@@ -1,7 +1,9 @@
 // What a call is, as plain structs: tensors, sizes, mask and scale. No torch, no CuTe.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "host/band.h"
 #include "host/scale.h"
@@ -103,6 +105,35 @@ struct BlockList {
   const SequenceBlock* in_place{};  // (bound): by their place in memory (Sequence::first_block)
 };
 
+// A bias of scores, (batch, heads_q, len_q, len_k), in fp32 or of the inputs' dtype. Strides count
+// elements; that of a dimension over which it is expanded is 0.
+struct BiasView {
+  const void* data;
+  int64_t stride_batch;
+  int64_t stride_head;
+  int64_t stride_row;
+  int64_t stride_key;
+  bool is_float;
+
+  template <class Element>
+  FLASH_CUTE_HOST_DEVICE float at(int64_t index) const {
+    return is_float ? static_cast<const float*>(data)[index]
+                    : static_cast<float>(static_cast<const Element*>(data)[index]);
+  }
+};
+
+// What changes scores ahead of the mask (MaskKind::kScored): common/score_mod.h has the formula.
+struct ScoreChanges {
+  float softcap;   // 0: none
+  float exponent;  // of 2 in e^(2 x / softcap), by score
+  struct {
+    const float* data;  // null: none
+    int64_t stride_batch;
+    int64_t stride_head;
+  } slopes;       // of ALiBi, (batch, heads_q)
+  BiasView bias;  // its data may be null
+};
+
 // What a forward and its backward have in common.
 struct AttentionParams {
   TensorView<const void*> q;  // (batch, heads_q, len_q, head_dim)
@@ -120,12 +151,13 @@ struct AttentionParams {
   MaskKind mask;
   Band band;
   SequenceTable sequences;  // MaskKind::kPacked
+  ScoreChanges changes;     // MaskKind::kScored
   const float* sink;        // (heads_q): the score of a key without a value; null if there is none
   SoftmaxScale scale;
 
   FLASH_CUTE_HOST_DEVICE int heads_kv() const { return heads_q / group_size; }
   bool is_full() const { return mask == MaskKind::kFull; }
-  bool is_packed() const { return mask == MaskKind::kPacked; }
+  bool is_packed() const { return has_sequences(mask); }
   // See Band.
   bool is_window() const { return !is_full() && band.is_window(len_q); }
   bool is_triangle() const { return !is_full() && band.is_triangle(len_q, len_k); }
@@ -191,5 +223,18 @@ struct BwdParams : AttentionParams {
   int head_splits;
   BwdWorkspace workspace;
 };
+
+// Makes a call, whose scale is set, one whose scores change. Its softmax has no scale.
+inline void set_changes(AttentionParams& params, const ScoreChanges& changes) {
+  constexpr double kMost = std::numeric_limits<float>::max();
+  const double scale = params.scale.scale;
+  params.mask = MaskKind::kScored;
+  params.changes = changes;
+  params.scale = make_softmax_scale(1);
+  params.scale.scale = static_cast<float>(scale);
+  if (changes.softcap == 0.f) return;
+  params.changes.exponent =
+      static_cast<float>(std::clamp(2 * kLog2e * scale / changes.softcap, -kMost, kMost));
+}
 
 }  // namespace flash_cute

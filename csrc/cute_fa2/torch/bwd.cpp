@@ -58,8 +58,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
     std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
     std::optional<Tensor> key_start, std::optional<double> softmax_scale, int64_t window_left,
     int64_t window_right, std::optional<int64_t> diagonal_offset, double softcap,
-    bool deterministic, bool /*bias_grad*/, std::optional<std::string> tuning) {
-  check_served(alibi_slopes, bias, softcap);
+    bool deterministic, bool bias_grad, std::optional<std::string> tuning) {
+  STD_TORCH_CHECK(!bias_grad, "the gradient of a bias is not served on GPUs yet");
   const BwdOverrides overrides = parse_bwd_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
@@ -73,6 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   const int32_t fp32 = aoti_torch_dtype_float32();
   const Sequences sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start,
                             gq.sizes[0], device);
+  const Changes changes(alibi_slopes, bias, softcap, dtype, device);
   const Numbers sink("learnable_sink", learnable_sink, heads_q, fp32, device);
   Tensor dq = new_like(q, dtype, device);
   Tensor dk = new_like(k, dtype, device);
@@ -107,6 +108,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   BwdParams params{};
   set_attention(params, gq, gk, dtype, softmax_scale, window_left, window_right, diagonal_offset);
   sequences.set(params, window_left, window_right, diagonal_offset);
+  changes.set(params, window_left, window_right, diagonal_offset);
   params.sink = sink.data<const float>();
   if (learnable_sink) params.dsink = static_cast<float*>(dsink.data_ptr());
   params.q = readable(q, q_copy);

@@ -32,7 +32,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   const int heads_kv = params.heads_kv(), n_blocks = params.n_blocks;
   const BwdArguments arguments = {params, TileDecoder(plan.order, heads_kv, params.batch),
                                   static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
-                                  heads_kv, PackedTiles(params.key_tiles, heads_kv)};
+                                  heads_kv, PackedTiles(params.key_tiles, heads_kv, plan.order.head_group)};
   run_grid<BwdKernel<Traits, kMask>>(arguments, plan.ctas, device, stream);
   const float scale = params.scale.scale;
   if (params.workspace.dq) {

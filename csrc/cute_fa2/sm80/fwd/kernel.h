@@ -38,7 +38,7 @@ struct FwdKernel {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const PackGqa& pack_gqa = arguments.pack_gqa;
-    if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
+    if constexpr (has_sequences(kMask)) {  // the grid is as large as there may be tiles
       if (platform::cta_index() >= arguments.packed_tiles.count()) return;
     }
     const TileCoord tile = tile_of(arguments, platform::cta_index());
@@ -60,7 +60,7 @@ struct FwdKernel {
         tile_of(arguments, platform::rematerialize(platform::cta_index(), params.len_q));
     // Read again: it would hold registers, too.
     const Sequence of_done =
-        kMask == MaskKind::kPacked
+        has_sequences(kMask)
             ? sequence_of(arguments, done,
                           platform::rematerialize(platform::cta_index(), params.len_k))
             : sequence;
@@ -74,12 +74,12 @@ struct FwdKernel {
 
  private:
   static CUTE_DEVICE Sequence sequence_of(const Arguments& arguments, TileCoord tile, int cta) {
-    return kMask == MaskKind::kPacked ? arguments.packed_tiles.sequence(cta)
+    return has_sequences(kMask) ? arguments.packed_tiles.sequence(cta)
                                       : Sequence::of_split(arguments.params, tile.split);
   }
 
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int cta) {
-    const TileCoord tile = kMask == MaskKind::kPacked ? arguments.packed_tiles.tile(cta)
+    const TileCoord tile = has_sequences(kMask) ? arguments.packed_tiles.tile(cta)
                                                       : arguments.scheduler.tile(cta);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};

@@ -20,7 +20,7 @@ void launch_fwd_sm80(const FwdPlan& plan, const FwdParams& params, int device,
       const PackGqa pack_gqa(plan.gqa);
       const sm80::Arguments arguments = {
           params, pack_gqa, sm80::SingleTileScheduler(plan.schedule, pack_gqa, params.batch),
-          PackedTiles(params.tiles, pack_gqa.heads)};
+          PackedTiles(params.tiles, pack_gqa.heads, plan.schedule.order.head_group)};
       run_grid<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(
           arguments, plan.schedule.ctas, device, stream);
     }

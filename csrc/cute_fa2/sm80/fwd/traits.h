@@ -6,7 +6,6 @@
 
 #include "common/element.h"
 #include "common/platform.h"
-#include "common/score_mod.h"
 #include "host/params.h"
 #include "sm80/layouts.h"
 #include "tiles/fwd_sm80.h"
@@ -17,7 +16,6 @@ template <DType kDType, FwdConfigSm80 kConfig>
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
-  using ScoreMod = NoScoreMod;
 
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;

@@ -61,7 +61,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
                             plan.dq_by,
                             plan.order.tiles(),
                             plan.ctas,
-                            PackedTiles(params.key_tiles, params.heads_kv())};
+                            PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group)};
   if constexpr (kEntry.keys.is_one_pass()) {
     using Traits = BwdTraits<kDType, kEntry.keys>;
     launch_keys<Traits, BwdKernel<Traits, kMask>>(plan, arguments, device, stream);
@@ -71,7 +71,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   }
   if (plan.dq_by == DqBy::kOwnKernel) {
     arguments.decoder = TileDecoder(plan.dq_order, params.heads_q, params.batch);
-    arguments.packed_tiles = PackedTiles(params.dq_tiles, params.heads_q);
+    arguments.packed_tiles = PackedTiles(params.dq_tiles, params.heads_q, plan.dq_order.head_group);
     run_grid<DqKernel<DqTraits<kDType, kEntry.rows>, kMask>>(arguments, plan.dq_order.tiles(),
                                                              device, stream, /*overlaps=*/true);
   }

@@ -93,8 +93,7 @@ struct FwdEpilogue {
     const int lane = hopper::thread_in_warpgroup() % 32;
     row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows + lane / 4;
     softmax.join_sink(out, [&](int r) {
-      const int in_group = cute::min(pack_gqa.in_group(row0 + 8 * r), pack_gqa.packed_heads - 1);
-      return tile.head * pack_gqa.packed_heads + in_group;
+      return pack_gqa.query_of(tile.head, row0 + 8 * r).head;
     });
   }
 
