@@ -76,6 +76,27 @@ def test_train_gpt(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert other["losses"] != pytest.approx(ours["losses"], abs=0.002)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_train_gpt_on_packed_documents(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = trained(tmp_path, device, "--pack")
+    padded = packed["padded"]
+    assert capsys.readouterr().out.count("tokens a second, peak memory") == 2
+    assert packed["losses"] == pytest.approx(padded["losses"], abs=0.002)
+    assert packed["held_out_loss"] == pytest.approx(padded["held_out_loss"], abs=0.002)
+    assert packed["losses"][-1] < 5 and padded["tokens_per_second"] > 0
+
+    # Documents that see each other train otherwise.
+    forward = flash_cute.forward_varlen
+    monkeypatch.setattr(
+        flash_cute, "forward_varlen", lambda q, k, v, ends, **x: forward(q, k, v, ends[::4], **x)
+    )
+    mixed = trained(tmp_path, device, "--pack")
+    assert mixed["padded"]["losses"] == pytest.approx(padded["losses"], abs=0.002)
+    assert mixed["losses"] != pytest.approx(padded["losses"], abs=0.002)
+
+
 def test_train_gpt_ends_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(q: torch.Tensor, *_: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, None]:
         return q * torch.nan, None
@@ -94,6 +115,7 @@ def test_train_gpt_ends_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("--steps 1", "at least 2"),
         ("--lr nan", "--lr nan is not positive"),
         ("--attention fast", "invalid choice: 'fast'"),
+        ("--attention sdpa --pack", "--pack takes flash_cute's attention, not sdpa's"),
     ],
 )
 def test_train_gpt_refuses(
