@@ -127,6 +127,27 @@ def test_train_gpt_refuses(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_masks(device: str, tmp_path: Path) -> None:
+    """Calls see what the reference says; the picture's legends are right."""
+    pytest.importorskip("matplotlib")
+    from examples import masks
+
+    for call in masks.CALLS:
+        given = dict(call.arguments)
+        left, right = given.get("window_size", (-1, -1))
+        used, start = given.get("seqused_k", call.keys), given.get("key_start", 0)
+        visible = flash_cute.reference.visible_mask(
+            call.queries, call.keys, left, 0 if "is_causal" in given else right,
+            used - call.queries,
+        )  # fmt: skip
+        keys = torch.arange(call.keys)
+        visible &= (start <= keys) & (keys < used)
+        assert torch.equal(masks.seen(call, device, torch.float16).cpu(), visible)
+    assert masks.main(["--out", str(tmp_path / "masks.png")]) == 0
+    assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("words", [[], ["--pack"]], ids=["padded", "packed"])
 def test_finetune(words: list[str], device: str) -> None:
     pytest.importorskip("transformers")
