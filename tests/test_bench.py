@@ -26,7 +26,7 @@ from bench import (
 )
 from bench.baselines import PROVIDERS
 from bench.cases import OPS, SCORES, SUITES, Case, make_inputs, square
-from flash_cute import reference
+from flash_cute import plan, reference
 from flash_cute.ops import build_info
 
 CPU = torch.device("cpu")
@@ -219,6 +219,19 @@ def test_tables_of_windows_and_scores() -> None:
         "flash_cute / plain", "flash_cute to flex",
     ]  # fmt: skip
     assert [cell.strip() for cell in text[2].split("|")[-3:-1]] == ["1.50x", "2.00x"]
+
+
+def test_rows_have_what_an_ideal_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's tile, and the time of a copy."""
+    (row,) = harness.measure(small(window=3), [PROVIDERS["flash_cute"]], FAST)
+    assert row["tile"] == (128, 128) and row["copy_ms"] > 0 and row["correct"]
+    monkeypatch.setattr(plan, "device_here", lambda: plan.DEVICES["h100"])
+    for op, tuning in (("fwd", ""), ("bwd", ""), ("bwd", "arch=80")):
+        case = square(1, 8192, 16, 128, True, window=1023, op=op)
+        arch = "sm80" if tuning else "sm90"
+        tile = harness.tile_of(case, tuning, torch.device("cuda"))
+        known = [x for x in build_info()["tiles"] if (x["arch"], x["op"]) == (arch, op)]
+        assert tile in [(x["block_m"], x["block_n"]) for x in known if x["head_dim"] == 128]
 
 
 def test_decoding_rows_have_a_bandwidth() -> None:
@@ -471,16 +484,3 @@ def test_peers_on_the_gpu(peer: str, case: Case) -> None:
     gpu = harness.Options(device=torch.device("cuda"), rounds=1, iters=1, check=True)
     (row,) = harness.measure(case, [PROVIDERS[peer]], gpu)
     assert row["status"] == "ok" and row["correct"], row
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_tile_is_the_plans() -> None:
-    gpu = harness.Options(device=torch.device("cuda"), rounds=1, iters=1)
-    for op in ("fwd", "bwd"):
-        case = small(q_len=300, kv_len=300, head_dim=128, window=64, op=op)
-        for row in harness.measure(case, [PROVIDERS["flash_cute"], PROVIDERS["sm80"]], gpu):
-            assert row["copy_ms"] > 0
-            assert any(
-                (tile["block_m"], tile["block_n"]) == tuple(row["tile"])
-                for tile in build_info()["tiles"] if tile["op"] == op
-            )  # fmt: skip
