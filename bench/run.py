@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
         text = tables.accuracy(result["rows"])
     else:
         run_cases(cases, providers, options, result, args.json)
-        text = tables.speed(result["rows"])
+        text = tables.OF_SUITES.get(args.suite, tables.speed)(result["rows"])
     meta["clocks_after"] = environment.clocks(device)
     print("\n".join([text, *tables.means(result["rows"]), *tables.notes(result["rows"])]))
     if args.json:
