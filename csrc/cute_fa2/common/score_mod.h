@@ -7,6 +7,8 @@
 // The diagonal of a query is the key at which a causal mask would end.
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
 #include <cute/tensor.hpp>
 
 #include "common/platform.h"
@@ -14,6 +16,9 @@
 #include "host/params.h"
 
 namespace flash_cute {
+
+// Of a changed score by x: 0 to 1. In 16 bits: registers are short, and dS is rounded too.
+using Derivative = cutlass::half_t;
 
 // Of one tile. Only kernels with kReadsBias have a bias, which is in fp32 or of Element.
 template <class Element, bool kReadsBias>
@@ -38,7 +43,7 @@ class ScoreMod {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) {
         scores(i) *= params_.scale.scale;
-        derivatives(i) = 1.f;
+        derivatives(i) = Derivative(1.f);
       }
     }
     if (changes.slopes.data) {
@@ -75,7 +80,7 @@ class ScoreMod {
     for (int i = 0; i < cute::size(scores); ++i) {
       const float r = platform::reciprocal(1.f + platform::exp2(scores(i) * changes.exponent));
       scores(i) = fmaf(-2.f * changes.softcap, r, changes.softcap);
-      derivatives(i) = 4.f * fmaf(-r, r, r);  // fault: softcap-derivative
+      derivatives(i) = Derivative(4.f * fmaf(-r, r, r));  // fault: softcap-derivative
     }
   }
 
@@ -83,16 +88,29 @@ class ScoreMod {
   CUTE_DEVICE void add_bias(Scores& scores, const Offsets& offsets, int first_row, int first_key,
                             const RowOf& row_of) const {
     const BiasView& bias = params_.changes.bias;
+    const int keys = sequence_.len_k - first_key;  // there are so many from the first one on
     for_each_row(scores, offsets, first_row, row_of, [&](int r, auto row) {
-      // Rows and keys that do not exist read those that do.
+      // Rows that do not exist read one that does.
       const int query = sequence_.first_q + cute::min(row.query, sequence_.len_q - 1);
-      const int64_t of_row = batch_ * bias.stride_batch + row.head * bias.stride_head +
-                             query * bias.stride_row + sequence_.first_k * bias.stride_key;
-      CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) {
-        const int key = cute::min(first_key + at<1>(offsets(r, c)), sequence_.len_k - 1);
-        scores(r, c) += bias.template at<Element>(of_row + key * bias.stride_key);
-      }
+      const int64_t first =
+          batch_ * bias.stride_batch + row.head * bias.stride_head + query * bias.stride_row;
+      const auto add = [&]<class T>(const T* data) {
+        const T* const of_row = platform::rematerialize(data + first);
+        if (!bias.has_keys) {
+          const float all = static_cast<float>(*of_row);
+          CUTE_UNROLL
+          for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) += all;
+        } else {
+          const T* const of_keys = of_row + sequence_.first_k + first_key;
+          CUTE_UNROLL
+          for (int c = 0; c < cute::size<1>(scores); ++c) {
+            const int key = at<1>(offsets(r, c));
+            if (key < keys) scores(r, c) += static_cast<float>(of_keys[key]);
+          }
+        }
+      };
+      bias.is_float ? add(static_cast<const float*>(bias.data))
+                    : add(static_cast<const Element*>(bias.data));
     });
   }
 
@@ -113,7 +131,7 @@ class ScoreMod {
 // Where nobody asks for derivatives.
 struct NoDerivatives {
   struct Ignored {
-    CUTE_DEVICE void operator=(float) const {}
+    CUTE_DEVICE void operator=(Derivative) const {}
   };
   CUTE_DEVICE Ignored operator()(int) const { return {}; }
 };

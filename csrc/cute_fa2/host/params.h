@@ -105,21 +105,15 @@ struct BlockList {
   const SequenceBlock* in_place{};  // (bound): by their place in memory (Sequence::first_block)
 };
 
-// A bias of scores, (batch, heads_q, len_q, len_k), in fp32 or of the inputs' dtype. Strides count
-// elements; that of a dimension over which it is expanded is 0.
+// A bias of scores, (batch, heads_q, len_q, len_k), in fp32 or of the inputs' dtype. Keys are
+// contiguous. The stride of a dimension over which it is expanded is 0.
 struct BiasView {
   const void* data;
   int64_t stride_batch;
   int64_t stride_head;
   int64_t stride_row;
-  int64_t stride_key;
+  bool has_keys;  // else it is expanded over them
   bool is_float;
-
-  template <class Element>
-  FLASH_CUTE_HOST_DEVICE float at(int64_t index) const {
-    return is_float ? static_cast<const float*>(data)[index]
-                    : static_cast<float>(static_cast<const Element*>(data)[index]);
-  }
 };
 
 // What changes scores ahead of the mask (MaskKind::kScored): common/score_mod.h has the formula.

@@ -237,6 +237,12 @@ class Changes {
       STD_TORCH_CHECK(dtype_of(*bias_) == fp32 || dtype_of(*bias_) == dtype,
                       "bias must be float32 or of q's dtype");
       check_device("bias", *bias_, device);
+      const int64_t* const sizes = bias_->sizes().data();
+      if (bias_->dim() == 4 && sizes[3] > 1 && bias_->strides()[3] != 1) {  // keys lie apart
+        const Tensor dense =
+            torch::stable::new_empty(*bias_, {sizes[0], sizes[1], sizes[2], sizes[3]});
+        bias_ = torch::stable::copy_(dense, *bias_);
+      }
     }
   }
 
@@ -267,7 +273,7 @@ class Changes {
         STD_TORCH_CHECK(size == 1 || size == whole[dim], "bias must broadcast to the scores");
         steps[dim] = size > 1 ? bias_->strides()[dim] : 0;
       }
-      changes.bias = {bias_->data_ptr(), steps[0], steps[1], steps[2], steps[3],
+      changes.bias = {bias_->data_ptr(), steps[0], steps[1], steps[2], steps[3] != 0,
                       dtype_of(*bias_) == aoti_torch_dtype_float32()};
     }
     set_changes(params, changes);

@@ -196,12 +196,12 @@ class BwdMainloop {
     gemm_of_rows<TiledMmaS>(sQ(stage), sK(), tSrS);
     const int row0 = block.m_block * kBlockM;
     if constexpr (kMask == MaskKind::kScored) {
-      auto derivatives = make_fragment_like(tSrS);
+      auto derivatives = make_fragment_like<Derivative>(tSrS);
       change_scores(block, tSrS, derivatives);
       to_weights(row0, stage, tSrS);
       store_shared(tSrS, sP());
       CUTE_UNROLL
-      for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= derivatives(i);
+      for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
     } else {
       to_weights(row0, stage, tSrS);
       store_shared(tSrS, sP());

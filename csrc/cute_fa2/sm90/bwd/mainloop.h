@@ -128,14 +128,14 @@ class BwdMainloop {
     const int row0 = block.m_block * kBlockM;
     if constexpr (kMask == MaskKind::kScored) {
       // The derivatives have the registers of dP, which comes later.
-      auto derivatives = make_fragment_like(tSrS);
+      auto derivatives = make_fragment_like<Derivative>(tSrS);
       hopper::wgmma_wait<0>();  // S is complete
       warpgroup_fence_operand(tSrS);
       scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
       scores_.to_weights(smem_.stats[state_.stage.stage], row0, tSrS);
       convert_to_words<Element>(tSrS, p_words);
       CUTE_UNROLL
-      for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= derivatives(i);
+      for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
       gemm_dp();
     } else {
       gemm_dp();

@@ -154,12 +154,13 @@ class FwdMainloop {
     };
     const auto change = [&](int n_block) {
       if constexpr (kMask == MaskKind::kScored) {
-        const Sequence sequence = Pipeline::sequence(arguments_, work.tile);
-        const ScoreMod<Element, false> score_mod(arguments_.params, sequence, work.tile.batch);
+        // From shared memory: it would hold registers.
+        const typename Traits::Tile& tile = smem_.tile[q_.stage][index_];
+        const ScoreMod<Element, false> score_mod(arguments_.params, tile.sequence, tile.batch);
         score_mod.apply(scores, NoDerivatives{},
                         coords(platform::rematerialize(hopper::thread_in_warpgroup())), coords(0),
                         work.row0, n_block * kBlockN, [&](int row) {
-                          return arguments_.pack_gqa.query_of(work.tile.head, row);
+                          return arguments_.pack_gqa.query_of(tile.head, row);
                         });
       }
     };

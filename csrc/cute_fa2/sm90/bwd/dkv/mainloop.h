@@ -82,12 +82,13 @@ class DkvMainloop {
       warpgroup_fence_operand(tSrS);
       if constexpr (kIsDv) {
         if constexpr (kMask == MaskKind::kScored) {
-          auto derivatives = make_fragment_like(tSrS);
+          auto derivatives = make_fragment_like<Derivative>(tSrS);
           scores_.change(batch_, block.head, block.m_block * kBlockM, tSrS, derivatives);
           scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
+          auto products = make_fragment_like(tSrS);
           CUTE_UNROLL
-          for (int i = 0; i < size(tSrS); ++i) derivatives(i) *= tSrS(i);
-          hand_over(derivatives);
+          for (int i = 0; i < size(tSrS); ++i) products(i) = tSrS(i) * float(derivatives(i));
+          hand_over(products);
         } else {
           scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
           hand_over(tSrS);
