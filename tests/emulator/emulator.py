@@ -108,7 +108,7 @@ class _Backward(_Call):
     """As in backward.cpp."""
 
     _fields_ = [
-        *((name, _Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dsink")),
+        *((name, _Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dsink", "dbias")),
         ("deterministic", ctypes.c_int32),
     ]
 
@@ -251,7 +251,8 @@ class Emulator:
         seed: int = 0,
         **options: int,
     ) -> tuple[tuple[Tensor, ...], Counters]:
-        """(dq, dk, dv, and dsink if there is a sink), and what was counted. `seed` decides in which
+        """(dq, dk, dv, then dsink and dbias if there are sink and bias), and what was counted. `seed`
+        decides in which
         order CTAs start too, so that sums come in another order; 0 leaves them in theirs."""
         rows = [_readable_rows(x) for x in (q, k, v, out, dout)]
         gradients = [_like(x, its_rows) for x, its_rows in zip((q, k, v), rows, strict=False)]
@@ -262,11 +263,14 @@ class Emulator:
         )
         c_dlse = _Tensor() if dlse is None else _as_c(dlse[..., None])
         dsink = None if sink is None else torch.full_like(sink, math.nan)
-        c_gradients = (*map(_as_c, gradients), _numbers(dsink))
+        bias = (changes or {}).get("bias")
+        dbias = None if bias is None else torch.full_like(bias, math.nan)
+        c_dbias = _Tensor() if dbias is None else _as_c(dbias)
+        c_gradients = (*map(_as_c, gradients), _numbers(dsink), c_dbias)
         call = _Backward(*shared, _as_c(rows[4]), c_dlse, *c_gradients, deterministic)
         counters = self._call(self._library.emulate_backward, ctypes.byref(call))
-        of_sink = () if dsink is None else (dsink,)
-        return (*(dx[..., : q.shape[3]] for dx in gradients), *of_sink), counters
+        others = (x for x in (dsink, dbias) if x is not None)
+        return (*(dx[..., : q.shape[3]] for dx in gradients), *others), counters
 
     def check(
         self,

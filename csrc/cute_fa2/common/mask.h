@@ -30,7 +30,7 @@ class Mask {
       : key_begin_(sequence.key_begin),
         key_end_(sequence.key_end),
         band_(has_sequences(kKind) ? params.band.of_sequence(sequence.len_q, sequence.len_k)
-                                         : params.band),
+                                   : params.band),
         rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {

@@ -28,8 +28,8 @@ class ScoreMod {
       : params_(params), sequence_(sequence), batch_(batch) {}
 
   // Changes the scores of the tile that begins at (row_origin, key_origin). `coords` and `offsets`
-  // as of Mask::apply; `row_of` gives head and query of a row. `derivatives`, shaped like the scores,
-  // become those of y by x.
+  // as of Mask::apply; `row_of` gives head and query of a row. `derivatives`, shaped like the
+  // scores, become those of y by x.
   template <class Scores, class Derivatives, class Coords, class Offsets, class RowOf>
   CUTE_DEVICE void apply(Scores& scores, Derivatives&& derivatives, const Coords& coords,
                          const Offsets& offsets, int row_origin, int key_origin,
@@ -48,8 +48,9 @@ class ScoreMod {
     }
     if (changes.slopes.data) {
       for_each_row(scores, offsets, first_row, row_of, [&](int r, auto row) {
-        const float slope = changes.slopes.data[batch_ * changes.slopes.stride_batch +
-                                                row.head * changes.slopes.stride_head];
+        const float slope =
+            changes.slopes
+                .data[batch_ * changes.slopes.stride_batch + row.head * changes.slopes.stride_head];
         const int diagonal = row.query + sequence_.len_k - sequence_.len_q;  // fault: alibi
         const float distance = static_cast<float>(diagonal - first_key);
         CUTE_UNROLL

@@ -195,6 +195,21 @@ struct BwdWorkspace {
                // block of dq, (batch, heads_q, m_blocks); else null
 };
 
+// The gradient of a bias, in its own shape. Of a dimension over which the bias is expanded it has
+// one element, and the stride is 0.
+struct BiasGradient {
+  void* data;  // null if none is asked for
+  int64_t stride_batch;
+  int64_t stride_head;
+  int64_t stride_row;
+  int64_t stride_key;
+  bool has_batch;
+  bool has_heads;
+  bool has_rows;
+  bool has_keys;
+  bool is_float;  // else of the inputs' dtype
+};
+
 struct BwdParams : AttentionParams {
   TensorView<const void*> dout;   // (batch, heads_q, len_q, head_dim_v)
   TensorView<const void*> out;    // likewise
@@ -204,7 +219,8 @@ struct BwdParams : AttentionParams {
   TensorView<void*> dk;           // as k
   TensorView<void*> dv;           // as v
   float* dsink;                   // as sink; null if there is none
-  bool deterministic;             // dQ has the same bits each time
+  BiasGradient dbias;
+  bool deterministic;  // dQ has the same bits each time
 
   int m_blocks;  // of block_m rows, and
   int n_blocks;  // of block_n keys, as the plan's tile has them; of packed sequences the places of

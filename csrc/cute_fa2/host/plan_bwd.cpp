@@ -51,18 +51,18 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
                       const DeviceProperties& device) {
   const int64_t columns = params.head_dim + params.head_dim_v;
   const int64_t rows = rows_of_head(params) * ceil_div(params.group_size, plan.head_splits);
-  const int64_t head_bytes =
-      std::max<int64_t>(rows, 1) * (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
+  const int64_t head_bytes = std::max<int64_t>(rows, 1) *
+                             (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
   const int heads = params.heads_kv() * static_cast<int>(entries(params)) * plan.head_splits;
   const bool are_few = int64_t{heads} * plan.n_blocks < 8 * int64_t{device.multiprocessors};
   const int64_t in_l2 = device.l2_bytes / 3 * 2 / head_bytes;
   const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
                                : are_few                ? heads
                                                         : in_l2;
-  const int head_group =
-      params.is_full()     ? 1
-      : params.is_packed() ? packed_head_group(heads, in_l2)
-                           : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
+  const int head_group = params.is_full() ? 1
+                         : params.is_packed()
+                             ? packed_head_group(heads, in_l2)
+                             : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   return {.m_blocks = plan.n_blocks,
           .heads = heads,
           .head_group = head_group,
@@ -85,10 +85,10 @@ TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
   check_grid(params.heads_q * entries(params) * m_blocks);
   const int heads = params.heads_q * static_cast<int>(entries(params));
   const int64_t side_by_side = device.l2_bytes / 3 * 2 / kv_head_bytes * params.group_size;
-  const int head_group =
-      params.is_full()     ? 1
-      : params.is_packed() ? packed_head_group(heads, side_by_side)
-                           : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
+  const int head_group = params.is_full() ? 1
+                         : params.is_packed()
+                             ? packed_head_group(heads, side_by_side)
+                             : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   return {.m_blocks = m_blocks,
           .heads = heads,
           .head_group = head_group,

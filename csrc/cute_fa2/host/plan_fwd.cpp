@@ -43,9 +43,8 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t 
   const int64_t keys = int64_t{params.len_k} * (params.sequences.cu_seqlens_k ? 1 : params.batch);
   const int64_t columns = params.head_dim + params.head_dim_v;
   const int64_t head_bytes = std::max<int64_t>(1, keys * columns * bytes_of(params.dtype));
-  const int head_group =
-      plan.gqa.heads_per_kv *
-      packed_head_group(params.heads_kv(), device.l2_bytes / 3 * 2 / head_bytes);
+  const int head_group = plan.gqa.heads_per_kv *
+                         packed_head_group(params.heads_kv(), device.l2_bytes / 3 * 2 / head_bytes);
   plan.schedule = {.policy = ctas < tiles ? SchedulePolicy::kPersistentList : SchedulePolicy::kList,
                    .block_m = block_m,
                    .order = {.m_blocks = plan.blocks,

@@ -273,21 +273,32 @@ class Changes {
         STD_TORCH_CHECK(size == 1 || size == whole[dim], "bias must broadcast to the scores");
         steps[dim] = size > 1 ? bias_->strides()[dim] : 0;
       }
-      changes.bias = {bias_->data_ptr(), steps[0], steps[1], steps[2], steps[3] != 0,
-                      dtype_of(*bias_) == aoti_torch_dtype_float32()};
+      changes.bias = {bias_->data_ptr(), steps[0],
+                      steps[1],          steps[2],
+                      steps[3] != 0,     dtype_of(*bias_) == aoti_torch_dtype_float32()};
     }
     set_changes(params, changes);
   }
 
  private:
   static void check_device(const char* name, const Tensor& t, int32_t device) {
-    STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name,
-                    " must be on q's device");
+    STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name, " must be on q's device");
   }
 
   std::optional<Tensor> slopes_, bias_;
   double softcap_;
 };
+
+inline BiasGradient gradient_of_bias(const AttentionParams& params, const Tensor& dbias) {
+  const Geometry g(dbias);
+  const int64_t whole[4] = {params.batch, params.heads_q, params.len_q, params.len_k};
+  const auto has = [&](int dim) { return g.sizes[dim] == whole[dim]; };
+  return {dbias.data_ptr(), g.step(0),
+          g.step(1),        g.step(2),
+          g.step(3),        has(0),
+          has(1),           has(2),
+          has(3),           dtype_of(dbias) == aoti_torch_dtype_float32()};
+}
 
 // Memory of the device for kernels alone, if they want any. It comes from torch's allocator, in the
 // stream's order, and goes back there.

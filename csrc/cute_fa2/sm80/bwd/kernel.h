@@ -80,8 +80,8 @@ struct BwdKernel {
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, const SharedMemory& smem,
                                        int cta) {
     const int index = index_of(arguments, smem, cta);
-    const TileCoord tile = has_sequences(kMask) ? arguments.packed_tiles.tile(index)
-                                                      : arguments.decoder.tile(index);
+    const TileCoord tile =
+        has_sequences(kMask) ? arguments.packed_tiles.tile(index) : arguments.decoder.tile(index);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }

@@ -259,9 +259,8 @@ class BwdMainloop {
     auto scores = as_matrix(tSrS);  // (rows, columns)
     const ScoreMod<Element, true> score_mod(params_, sequence_, tile_.batch);
     score_mod.apply(scores, as_matrix(derivatives), coords(platform::rematerialize(thread_)),
-                    coords(0u), block.m_block * kBlockM, n_block_ * kBlockN, [&](int row) {
-                      return PackGqa::HeadAndQuery{block.head, row};
-                    });
+                    coords(0u), block.m_block * kBlockM, n_block_ * kBlockN,
+                    [&](int row) { return PackGqa::HeadAndQuery{block.head, row}; });
   }
 
   // P from S. The mask goes onto the exponent: the weight of a key that its row does not see may be

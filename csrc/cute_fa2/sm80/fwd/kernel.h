@@ -75,12 +75,12 @@ struct FwdKernel {
  private:
   static CUTE_DEVICE Sequence sequence_of(const Arguments& arguments, TileCoord tile, int cta) {
     return has_sequences(kMask) ? arguments.packed_tiles.sequence(cta)
-                                      : Sequence::of_split(arguments.params, tile.split);
+                                : Sequence::of_split(arguments.params, tile.split);
   }
 
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int cta) {
-    const TileCoord tile = has_sequences(kMask) ? arguments.packed_tiles.tile(cta)
-                                                      : arguments.scheduler.tile(cta);
+    const TileCoord tile =
+        has_sequences(kMask) ? arguments.packed_tiles.tile(cta) : arguments.scheduler.tile(cta);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }

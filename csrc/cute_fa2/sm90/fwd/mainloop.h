@@ -159,9 +159,8 @@ class FwdMainloop {
         const ScoreMod<Element, false> score_mod(arguments_.params, tile.sequence, tile.batch);
         score_mod.apply(scores, NoDerivatives{},
                         coords(platform::rematerialize(hopper::thread_in_warpgroup())), coords(0),
-                        work.row0, n_block * kBlockN, [&](int row) {
-                          return arguments_.pack_gqa.query_of(tile.head, row);
-                        });
+                        work.row0, n_block * kBlockN,
+                        [&](int row) { return arguments_.pack_gqa.query_of(tile.head, row); });
       }
     };
     const auto apply_mask = [&](int n_block) {
