@@ -4,6 +4,8 @@
     python -m bench.plot bench/results/train.json       # draws what was saved
     python -m bench.results                             # writes what documents say of it
     python -m bench.compare_wheels OLD NEW              # two wheels
+    python -m bench.llama                               # a training step in transformers
+    torchrun --nproc-per-node 2 -m bench.context_parallel
 
 Shapes are in cases.py, peers in baselines.py, the clock in harness.py.
 """

@@ -51,6 +51,11 @@ def clocks(device: torch.device) -> dict[str, str]:
     return dict(zip(fields.split(","), nvidia_smi(device, fields), strict=False))
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def sm_clock(device: torch.device) -> int | None:
     """MHz, or None where it cannot be read (no GPU, no NVML bindings)."""
     if device.type != "cuda":

@@ -130,6 +130,13 @@ SECTIONS = (
         tables.host_time,
     ),
     Section(
+        "Host time behind other functions",
+        "100 calls in a row, medians of 15 rounds, B1 H8 N128 D64, bf16, causal: with flash_cute "
+        "registered, and with PyTorch's own flash attention.",
+        ("doors",),
+        tables.doors,
+    ),
+    Section(
         "Memory",
         "What a forward takes at its peak beyond its inputs. D 100 needs copies: its rows are no "
         "multiple of 16 bytes.",
@@ -147,6 +154,20 @@ SECTIONS = (
         'Errors against the formula in fp64. Here "to fa2" is our error as a multiple of theirs.',
         ("accuracy",),
         tables.accuracy,
+    ),
+    Section(
+        "A training step in transformers",
+        "A Llama of 8 layers, 1024 wide, bf16, with `register(transformers=True)` and with SDPA. "
+        "Errors are of all gradients together, relative to those in fp32.",
+        ("llama",),
+        tables.llama,
+    ),
+    Section(
+        "Context parallelism",
+        "PyTorch's `context_parallel`, causal, B1 H8 D128, bf16, with `register(torch=True)` and "
+        "without. The greatest of the relative errors of out, dq, dk and dv, beside one GPU.",
+        ("context_parallel",),
+        tables.context_parallel,
     ),
     Section(
         "Training a GPT",

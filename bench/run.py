@@ -5,12 +5,13 @@
     python -m bench.run --suite train --json bench/results/train.json
     python -m bench.run --suite decode --tuning splits=1 splits=4
     python -m bench.run --host-time
+    python -m bench.run --doors
     python -m bench.run --suite bwd --check
     python -m bench.run --memory
     python -m bench.run --accuracy --baselines fa2
 
 With --suite, the shape options pick from the suite: --suite tuning --D 128 --causal.
---host-time, --memory and --accuracy have cases of their own.
+--host-time, --doors, --memory and --accuracy have cases of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from bench.accuracy import measure_accuracy
 from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, tuned
 from bench.cases import DTYPES, OPS, SUITES, Case
 from bench.harness import Options, Row, Timer, default_device, measure, wake_up
-from bench.host_time import measure_host_time
+from bench.host_time import measure_doors, measure_host_time
 from bench.memory import measure_memory
 from bench.tables import OURS
 from flash_cute.checks import MAX_HEAD_DIM
@@ -98,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     other = what.add_mutually_exclusive_group()
     other.add_argument("--host-time", action="store_true", help="host time of a call instead")
+    other.add_argument("--doors", action="store_true", help="host time behind PyTorch's functions")
     other.add_argument("--memory", action="store_true", help="peak extra memory instead")
     other.add_argument("--accuracy", action="store_true", help="errors of gradients instead")
 
@@ -185,8 +187,9 @@ def check_arguments(
             parser.error(f"--json {args.json} is a folder")
 
 
-def without_folders(argv: list[str]) -> list[str]:
+def without_folders(argv: list[str] | None) -> list[str]:
     """The command line to record; where somebody keeps results is no part of it."""
+    argv = sys.argv[1:] if argv is None else argv
     return [
         Path(text).name if before == "--json" else text
         for before, text in zip(["", *argv], argv, strict=False)
@@ -233,11 +236,11 @@ def main(argv: list[str] | None = None) -> int:
         budget_ms=min(20.0, 0.5e3 * args.time_budget / turns),
     )  # fmt: skip
 
-    meta = environment.describe(device, without_folders(sys.argv[1:] if argv is None else argv))
+    meta = environment.describe(device, without_folders(argv))
     meta |= {"suite": args.suite, "rounds": args.rounds}
     meta["commit"] = meta["commit"] or args.commit
     result: dict[str, Any] = {"meta": meta, "rows": []}
-    options_of_what = ("host_time", "memory", "accuracy")
+    options_of_what = ("host_time", "doors", "memory", "accuracy")
     what = next((x for x in options_of_what if getattr(args, x)), f"{len(cases)} case(s)")
     names = ", ".join(provider.name for provider in providers)
     print(f"{meta.get('gpu', 'CPU, wall clock')}, torch {meta['torch']}: {what} of {names}")
@@ -246,6 +249,10 @@ def main(argv: list[str] | None = None) -> int:
         wake_up(device)
         result["rows"] = measure_host_time(providers, options)
         text = tables.host_time(result["rows"])
+    elif args.doors:
+        wake_up(device)
+        result["rows"] = measure_doors(options)
+        text = tables.doors(result["rows"])
     elif args.memory:
         result["rows"] = measure_memory(providers, options, op=args.op or "fwd")
         text = tables.memory(result["rows"])

@@ -186,6 +186,17 @@ def host_time(rows: Sequence[Row]) -> str:
     return grid(["host time of a call, us", *map(label, providers)], lines)
 
 
+def doors(rows: Sequence[Row]) -> str:
+    """A line per door: host time with ours and with PyTorch's own kernel behind it."""
+    lines = []
+    for name, cells in by_case(rows).items():
+        times = [cells[provider].get("host_us") for provider in (OURS, "torch")]
+        ours, theirs = times
+        text = _times(ours / theirs if ours and theirs else None)
+        lines.append([name, *("-" if us is None else f"{us:.1f}" for us in times), text])
+    return grid(["host time of a call, us", OURS, "PyTorch's own", "ratio"], lines)
+
+
 def memory(rows: Sequence[Row]) -> str:
     def mib(count: int | None) -> str:
         return "-" if count is None else f"{count / 2**20:.1f}"
@@ -213,6 +224,38 @@ def training(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return grid(head, lines)
+
+
+def llama(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            name,
+            *(f"{x[field]:.{digits}f}" for field, digits in (("loss", 4), ("ms", 1)) for x in both),
+            *(f"{x['gradient_error']:.2e}" for x in both),
+            _times(ratio(cells, "sdpa")),
+        ]
+        for name, cells in by_case(rows).items()
+        for both in [(cells[OURS], cells["sdpa"])]
+    ]
+    measures = ("loss", "ms", "error of gradients")
+    names = (OURS, "SDPA")
+    header = [f"{measure}, {name}" for measure in measures for name in names]
+    return grid(["a step", *header, "to SDPA"], lines)
+
+
+def context_parallel(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            name,
+            *(f"{x['ms']:.1f}" for x in both),
+            *(f"{max(x['errors'].values()):.1e}" for x in both),
+            _times(ratio(cells, "torch")),
+        ]
+        for name, cells in by_case(rows).items()
+        for both in [(cells[OURS], cells["torch"])]
+    ]
+    header = [f"{measure}, {x}" for measure in ("ms", "error") for x in (OURS, "PyTorch's own")]
+    return grid(["forward and backward", *header, "to PyTorch's"], lines)
 
 
 def accuracy(rows: Sequence[Row]) -> str:

@@ -4,10 +4,12 @@ Layouts and options are as in flash_attn/flash_attn_interface.py; the order of a
 More options:
 
     seqused_q, seqused_k        (B,) int32: the rows of each sequence that count
-    qv, *_descale, attention_chunk, page_table, rotary_*, cu_seqlens_k_new
+    qv, *_descale, attention_chunk, page_table, rotary_cos, rotary_sin, cu_seqlens_k_new
                                 must be None or 0, else NotImplementedError
-    num_splits, pack_gqa, sm_margin, scheduler_metadata, rotary_interleaved
+    num_splits, pack_gqa, sm_margin, scheduler_metadata
                                 change nothing: flash_cute has its own choice
+    rotary_interleaved, rotary_seqlens
+                                change nothing without rotary_cos
 
 With `return_attn_probs` the result is (out, softmax_lse).
 """
@@ -162,7 +164,7 @@ def flash_attn_with_kvcache(
     """As FlashAttention-2's (flash_attn/flash_attn_interface.py), for a dense q; with
     `cu_seqlens_q` q is packed, (T, Hq, D), and so is the result."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse(attention_chunk=attention_chunk, page_table=page_table, rotary_seqlens=rotary_seqlens)
+    refuse(attention_chunk=attention_chunk, page_table=page_table)
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cu_seqlens_k_new=cu_seqlens_k_new)
     k_cache, v_cache, used = append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     options = layouts.options_of(

@@ -50,7 +50,9 @@ def options_of(
     options: dict[str, Any] = {"is_causal": causal, "softmax_scale": softmax_scale}
     window = tuple(-1 if side is None or side < 0 else side for side in window_size)
     if window != (-1, -1):
-        options["window_size"] = window
+        # Tensors of one element are numbers too, for these packages.
+        sides = (int(side) if isinstance(side, Tensor) else side for side in window)
+        options["window_size"] = tuple(sides)
     if softcap:
         options["softcap"] = softcap
     if deterministic:

@@ -389,6 +389,29 @@ def test_host_time_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no_grad" in tables.host_time(rows)
 
 
+def test_host_time_of_doors() -> None:
+    rows = host_time.measure_doors(FAST, rounds=2, calls=2)
+    ours = [row for row in rows if row["provider"] == "flash_cute"]
+    assert len(ours) >= 8 and len(rows) == 2 * len(ours)
+    assert all(row["host_us"] > 0 for row in ours)
+    assert "varlen_attn, fwdbwd" in tables.doors(rows)
+
+
+def test_a_training_step_in_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from bench import llama
+
+    path = tmp_path / "llama.json"
+    sizes = "--layers 1 --hidden 64 --batch 2 --length 32 --rounds 1"
+    try:
+        assert llama.main([*words(sizes), "--json", str(path)]) == 0
+    finally:
+        flash_cute.unregister()
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"].split(",")[0] for row in rows[::2]] == list(llama.MODES)
+    assert all(abs(row["loss"] - row["loss_of_fp32"]) < 0.02 for row in rows)
+
+
 def test_memory_needs_a_gpu_and_counts_the_results() -> None:
     assert memory.output_bytes(small()) == 2 * 4 * 24 * (16 * 2 + 4)
     assert memory.output_bytes(small(op="fwdbwd")) == 2 * 4 * 24 * (16 * 2 * 3 + 4)

@@ -143,6 +143,10 @@ def test_dense(device: str, name: str) -> None:
     assert torch.equal(fa2.flash_attn_func(q, k, v, **options), right[0])
     assert torch.equal(fa3.flash_attn_func(q, k, v, **options), right[0])
 
+    if name == "window":  # as a tensor, too
+        sides = {"window_size": torch.tensor(options["window_size"])}
+        assert torch.equal(fa2.flash_attn_func(q, k, v, **sides), right[0])
+
     qkv = tensors(device, (2, 20, 3, 4, 24))[0]
     right = fa3.flash_attn_func(*qkv.unbind(2), **options, return_attn_probs=True)
     results = fa2.flash_attn_qkvpacked_func(qkv, **options, return_attn_probs=True)

@@ -9,6 +9,7 @@ dropout.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flash_cute
-from flash_cute import checks, layouts, ops
+from flash_cute import ops
 
 #: What an op's function gives for a call that it does not serve.
 UNSERVED = None
@@ -25,24 +25,58 @@ UNSERVED = None
 #: Which one our kernels write for no random state.
 Random = tuple[Tensor, Tensor, Tensor]
 
+# The dispatcher is past autograd here, and PyTorch has checked the call: nothing else is needed.
+_fwd: Callable[..., tuple[Tensor, ...]] = ops.fwd._op  # spares OpOverload.__call__
+_bwd: Callable[..., tuple[Tensor, ...]] = ops.bwd._op
 
-def _serves(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, **tensors: Tensor | None) -> bool:
-    """Whether flash_cute takes these, and its kernels the other `tensors` of a call."""
-    later = (name for name, x in tensors.items() if x is not None and name in checks.NOT_ON_GPUS)
+#: The greatest head dim that was built.
+HEAD_DIM = max(ops.build_info()["head_dims"])
+
+
+def _serves(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> bool:
+    dtype = q.dtype
     return (
         dropout_p == 0
-        and not (q.is_cuda and any(later))
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.dtype == k.dtype == v.dtype
-        and 0 < q.shape[-1] == v.shape[-1] <= HEAD_DIM
+        and (dtype is torch.bfloat16 or dtype is torch.float16)
+        and k.dtype is v.dtype is dtype
+        and 0 < q.size(-1) == v.size(-1) <= HEAD_DIM
     )
 
 
 def _no_random(q: Tensor) -> Random:
     """The state of no dropout and the matrix of no debugging. PyTorch's kernel leaves the first two
     unwritten, too."""
-    state = q.new_empty((2,), dtype=torch.uint64)
-    return state, q.new_empty((), dtype=torch.uint64), q.new_empty((0,))
+    device = q.device
+    state = torch.empty(2, dtype=torch.uint64, device=device)
+    return state, torch.empty((), dtype=torch.uint64, device=device), _nothing(device, q.dtype)
+
+
+@functools.cache
+def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def _band(
+    is_causal: bool, scale: float | None, left: int | None = None, right: int | None = None
+) -> dict[str, Any]:
+    """Keywords of our ops; only what is no default, as each takes time."""
+    keywords: dict[str, Any] = {}
+    if scale is not None:
+        keywords["softmax_scale"] = scale
+    if left is not None and left >= 0:
+        keywords["window_left"] = left
+    if is_causal:
+        keywords["window_right"] = 0
+    elif right is not None and right >= 0:
+        keywords["window_right"] = right
+    return keywords
+
+
+def _lengths(cum_seq_q: Tensor, cum_seq_k: Tensor | None) -> tuple[Any, ...]:
+    """Those of `ops.OPTIONAL` up to cu_seqlens_k."""
+    cum_seq_k = cum_seq_q if cum_seq_k is None else cum_seq_k
+    return None, None, None, cum_seq_q.int(), cum_seq_k.int()
 
 
 def sdpa_forward(
@@ -58,8 +92,8 @@ def sdpa_forward(
     """_scaled_dot_product_flash_attention."""
     if return_debug_mask or not _serves(query, key, value, dropout_p):
         return UNSERVED
-    out, lse = flash_cute.forward(query, key, value, is_causal, scale)
-    return out, lse, None, None, query.shape[2], key.shape[2], *_no_random(query)
+    out, lse = _fwd(query, key, value, **_band(is_causal, scale))
+    return out, lse, None, None, query.size(2), key.size(2), *_no_random(query)
 
 
 def sdpa_backward(
@@ -83,13 +117,10 @@ def sdpa_backward(
     """_scaled_dot_product_flash_attention_backward."""
     if not _serves(query, key, value, dropout_p):
         return UNSERVED
-    grads = ops.bwd(
-        *(grad_out, query, key, value, out, logsumexp),
-        softmax_scale=scale,
-        window_right=0 if is_causal else -1,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return tuple(grads[:3])
+    keywords = _band(is_causal, scale)
+    if torch.are_deterministic_algorithms_enabled():
+        keywords["deterministic"] = True
+    return _bwd(grad_out, query, key, value, out, logsumexp, **keywords)[:3]
 
 
 def flash_forward(
@@ -111,32 +142,31 @@ def flash_forward(
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
     num_splits: int | None = None,
-    out: Tensor | None = None,
 ) -> tuple[Any, ...] | None:
     """_flash_attention_forward. `num_splits` asks for bits that do not depend on the batch."""
-    unserved = (alibi_slopes, block_table, num_splits)
-    if return_debug_mask or any(x is not None for x in unserved):
+    has_more = alibi_slopes is not None or block_table is not None or num_splits is not None
+    if return_debug_mask or has_more or not _serves(query, key, value, dropout_p):
         return UNSERVED
-    lengths = {"cu_seqlens_q": cum_seq_q, "seqused_k": seqused_k}
-    if not _serves(query, key, value, dropout_p, **lengths):
-        return UNSERVED
-    window = (window_size_left, window_size_right)
-    options = layouts.options_of(is_causal, scale, window, seqused_k=seqused_k)
+    keywords = _band(is_causal, scale, window_size_left, window_size_right)
+    if seqused_k is not None:
+        keywords["seqused_k"] = seqused_k.int()
     if cum_seq_q is not None:
-        hints = {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
-        options |= hints if out is None else {**hints, "out": out}
-        results = layouts.packed(query, key, value, cum_seq_q, cum_seq_k, options)
+        out, lse = _fwd(query, key, value, *_lengths(cum_seq_q, cum_seq_k), **keywords)
     else:
-        if out is not None:
-            options["out"] = out.transpose(1, 2)
-        results = layouts.dense(query, key, value, options)
-    return *results, *_no_random(query)
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        out, lse = _fwd(q, k, v, **keywords)
+        out = out.transpose(1, 2)
+    return out, lse, *_no_random(query)
 
 
 def flash_forward_into(out: Tensor, *args: Any, **keywords: Any) -> Tensor | None:
-    """_flash_attention_forward_no_dropout_inplace."""
-    results = flash_forward(*args, **keywords, out=out)
-    return UNSERVED if results is None else results[1]
+    """_flash_attention_forward_no_dropout_inplace: writes to `out`, and returns the log-sum-exp."""
+    results = flash_forward(*args, **keywords)
+    if results is UNSERVED:
+        return UNSERVED
+    out.copy_(results[0])
+    lse: Tensor = results[1]
+    return lse
 
 
 def flash_backward(
@@ -160,19 +190,18 @@ def flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[Any, ...] | None:
     """_flash_attention_backward."""
-    if not _serves(query, key, value, dropout_p, cu_seqlens_q=cum_seq_q):
+    if not _serves(query, key, value, dropout_p):
         return UNSERVED
-    window = (window_size_left, window_size_right)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = layouts.options_of(is_causal, scale, window, deterministic=deterministic)
-    grads = layouts.backward(
-        grad_out, query, key, value, out, logsumexp, options, cum_seq_q, cum_seq_k
-    )
-    return tuple(grads)
+    keywords = _band(is_causal, scale, window_size_left, window_size_right)
+    if torch.are_deterministic_algorithms_enabled():
+        keywords["deterministic"] = True
+    tensors = (grad_out, query, key, value, out)
+    if cum_seq_q is not None:
+        lengths = _lengths(cum_seq_q, cum_seq_k)
+        return _bwd(*tensors, logsumexp, None, *lengths, **keywords)[:3]
+    grads = _bwd(*(x.transpose(1, 2) for x in tensors), logsumexp, **keywords)
+    return tuple(x.transpose(1, 2) for x in grads[:3])
 
-
-#: The greatest head dim that was built.
-HEAD_DIM = max(ops.build_info()["head_dims"])
 
 OPS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": sdpa_forward,

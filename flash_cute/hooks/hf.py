@@ -277,7 +277,7 @@ def attention(
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out, _ = flash_cute.forward_varlen(q, k, v, packed[0], packed[1], **options)
         out = out.unflatten(0, (query.shape[0], query.shape[2]))
-    return out[..., :head_dim_v], None
+    return out if head_dim == head_dim_v else out[..., :head_dim_v], None
 
 
 def _seen(
@@ -324,7 +324,8 @@ def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
 
 def _dense(seen: Seen, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     if isinstance(seen.visible, int):
-        k, v = k[:, :, : seen.visible], v[:, :, : seen.visible]
+        if seen.visible < k.shape[2]:
+            k, v = k[:, :, : seen.visible], v[:, :, : seen.visible]
         if "bias" in options:
             options["bias"] = options["bias"][..., : seen.visible]
     else:
