@@ -24,10 +24,6 @@ CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What `arch` may be.
 ARCHS = ("sm80", "sm90")
 
-#: What the kernels do not serve yet, while the CPU does. The op on CUDA has the same list
-#: (csrc/cute_fa2/torch/tensors.h: check_served).
-NOT_ON_GPUS = ("alibi_slopes", "bias", "softcap")
-
 #: What to use instead where flash_cute cannot.
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 

@@ -105,8 +105,8 @@ def forward(
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this scale.
-        NotImplementedError: an input carries a forward-mode tangent, or the kernels do not serve
-            an argument that the CPU does. Taking a second derivative raises it, too.
+        NotImplementedError: an input carries a forward-mode tangent. Taking a second derivative
+            raises it, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are
@@ -380,7 +380,6 @@ def _refusal(
         or options.refusal_of_window(arguments["window_size"])
         or options.refusal_of_softcap(softcap)
         or options.refusal_of_tensors(q, k, tensors)
-        or options.refusal_on_gpus(q.device, tensors, softcap)
         or (None if out is None else options.refusal_of_out(q, out))
         or options.refusal_of_gradients(given, out)
         or checks.refusal_of_derivatives(given)

@@ -251,9 +251,9 @@ class Emulator:
         seed: int = 0,
         **options: int,
     ) -> tuple[tuple[Tensor, ...], Counters]:
-        """(dq, dk, dv, then dsink and dbias if there are sink and bias), and what was counted. `seed`
-        decides in which
-        order CTAs start too, so that sums come in another order; 0 leaves them in theirs."""
+        """(dq, dk, dv, then dsink and dbias if there are sink and bias), and what was counted.
+        `seed` decides in which order CTAs start too, so that sums come in another order; 0 leaves
+        them in theirs."""
         rows = [_readable_rows(x) for x in (q, k, v, out, dout)]
         gradients = [_like(x, its_rows) for x, its_rows in zip((q, k, v), rows, strict=False)]
         band = window_left, window_right, diagonal_offset
