@@ -38,8 +38,8 @@ class ChunkedKV {
   // weight is 0, but 0 x NaN would be NaN.
   template <class Target>
   CUTE_DEVICE void load_k(int n_block, int chunk, Target&& target) const {
-    load<typename Traits::GmemCopyQK, ShapeK>(k_, params_.k.stride_row, params_.head_dim, n_block,
-                                              chunk * Traits::kColumnsK, target);
+    load<typename Traits::GmemCopyK, ShapeK>(k_, params_.k.stride_row, params_.head_dim, n_block,
+                                             chunk * Traits::kColumnsK, target);
   }
   template <class Target>
   CUTE_DEVICE void load_v(int n_block, int chunk, Target&& target) const {

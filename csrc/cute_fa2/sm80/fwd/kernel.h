@@ -30,8 +30,8 @@ struct FwdKernel {
       Traits::kPipelinedQk                                  ? KeptAddresses::kThreadAndTarget
       : kMask != MaskKind::kFull && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
                                                             : KeptAddresses::kHead;
-  using KVSource = std::conditional_t<Traits::kIsChunked, ChunkedKV<Traits>,
-                                      DenseKV<Traits, kKeptAddresses>>;
+  using KVSource =
+      std::conditional_t<Traits::kIsChunked, ChunkedKV<Traits>, DenseKV<Traits, kKeptAddresses>>;
   using Mainloop = std::conditional_t<
       Traits::kIsChunked, FwdMainloopChunked<Traits, kMask, KVSource>,
       std::conditional_t<Traits::kPipelinedQk, FwdMainloopPipelined<Traits, kMask, KVSource>,

@@ -62,8 +62,8 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
   CUTE_DEVICE Element* next_chunk() {
     // This chunk (and Q, in the first step) is there, for all threads. So is what they have written
     // themselves. All warps are done with the chunk before, which may be overwritten.
-    platform::wait_copies<kStages - 2>();
-    platform::sync_cta();  // fault: chunk-barrier
+    platform::wait_copies<kStages - 2>();  // fault: chunk-wait
+    platform::sync_cta();
     const unsigned free = slot_;
     slot_ = free + 1 == kStages ? 0 : free + 1;
     load_chunk(free);
@@ -157,8 +157,8 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
     }
   }
 
-  int next_block_;      // of the chunk that is next to be loaded; -1: there is none
-  int next_chunk_ = 0;  // K's come first, then V's
+  int next_block_;               // of the chunk that is next to be loaded; -1: there is none
+  int next_chunk_ = 0;           // K's come first, then V's
   unsigned slot_ = kStages - 1;  // of the last chunk that was asked for
 };
 

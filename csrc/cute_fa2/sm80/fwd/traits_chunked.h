@@ -29,8 +29,8 @@ struct ChunkedFwdTraits : FwdTraits<kDType, kConfig> {
   using ShapeP = cute::Shape<cute::Int<kBlockM>, cute::Int<kKeysV>>;  // that go with a chunk of V
 
   // The columns of a chunk of K lie together.
-  using SmemLayoutQ = decltype(cute::tile_to_shape(SmemAtom<strip(kColumnsK)>{},
-                                                   typename Base::ShapeQ{}));
+  using SmemLayoutQ =
+      decltype(cute::tile_to_shape(SmemAtom<strip(kColumnsK)>{}, typename Base::ShapeQ{}));
   using SmemLayoutQChunk = SmemLayout<ShapeQChunk>;
   using SmemLayoutK = SmemLayout<ShapeK>;
   using SmemLayoutV = SmemLayout<ShapeV>;
@@ -47,21 +47,25 @@ struct ChunkedFwdTraits : FwdTraits<kDType, kConfig> {
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
-  using GmemCopyQK = typename Base::template GmemTiledCopy<platform::CopyGlobalToShared, Element,
-                                                           strip(kColumnsK)>;
-  // V's chunks may have fewer rows than a strip takes threads: then these have several strips.
-  static constexpr int kChunksOfStrip = strip(kColumnsV) / 8;
-  static constexpr int kRowsAtOnce = cute::min(kKeysV, Base::kThreads / kChunksOfStrip);
-  static constexpr int kStripsAtOnce = Base::kThreads / (kRowsAtOnce * kChunksOfStrip);
-  static_assert(kColumnsV % (strip(kColumnsV) * kStripsAtOnce) == 0);
-  using GmemCopyV = decltype(cute::make_tiled_copy(
-      cute::Copy_Atom<platform::CopyGlobalToShared, Element>{},
-      cute::Layout<
-          cute::Shape<cute::Int<kRowsAtOnce>,
-                      cute::Shape<cute::Int<kChunksOfStrip>, cute::Int<kStripsAtOnce>>>,
-          cute::Stride<cute::Int<kChunksOfStrip>,
-                       cute::Stride<cute::_1, cute::Int<kRowsAtOnce * kChunksOfStrip>>>>{},
-      cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+  // Where a strip of a tile has fewer rows than threads take at once, they take several strips.
+  template <int kRows, int kColumns>
+  struct GmemCopy {
+    static constexpr int kPieces = strip(kColumns) / 8;  // of 16 bytes, in a row of a strip
+    static constexpr int kRowsAtOnce = cute::min(kRows, Base::kThreads / kPieces);
+    static constexpr int kStripsAtOnce = Base::kThreads / (kRowsAtOnce * kPieces);
+    using type = decltype(cute::make_tiled_copy(
+        cute::Copy_Atom<platform::CopyGlobalToShared, Element>{},
+        cute::Layout<cute::Shape<cute::Int<kRowsAtOnce>,
+                                 cute::Shape<cute::Int<kPieces>, cute::Int<kStripsAtOnce>>>,
+                     cute::Stride<cute::Int<kPieces>,
+                                  cute::Stride<cute::_1, cute::Int<kRowsAtOnce * kPieces>>>>{},
+        cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+  };
+  using GmemCopyQK = typename GmemCopy<kBlockM, kColumnsK>::type;  // of Q; a chunk of K has its own
+  using GmemCopyK = typename GmemCopy<kBlockN, kColumnsK>::type;
+  using GmemCopyV = typename GmemCopy<kKeysV, kColumnsV>::type;
+  static_assert(GmemCopy<kBlockN, kColumnsK>::kStripsAtOnce * strip(kColumnsK) <= kColumnsK &&
+                kColumnsV % (GmemCopy<kKeysV, kColumnsV>::kStripsAtOnce * strip(kColumnsV)) == 0);
 };
 
 }  // namespace flash_cute::sm80
