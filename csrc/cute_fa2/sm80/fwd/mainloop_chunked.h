@@ -43,36 +43,38 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
  private:
   // -- the ring ----------------------------------------------------------------------------------
 
-  // Starts the copies of Q and of the first chunks.
+  // Starts the copies of Q and of the first chunks. Q and the first chunk are there on return, for
+  // all threads.
   CUTE_DEVICE void load_first(int n_block) {
     next_block_ = n_block;
+    kv_source_.start(n_block);
     this->load_q();  // in a group with the first chunk
     CUTE_NO_UNROLL
-    for (unsigned slot = 0; slot < kStages - 1; ++slot) {
+    for (int slot = 0; slot < kStages - 1; ++slot) {
       load_chunk(slot);
       platform::commit_copies();
     }
-    if (arguments_.params.scale.q_sign != 1.f) {
-      platform::wait_copies<0>();  // this thread's part of Q is there
-      this->multiply_q_by_sign();
-    }
+    platform::wait_copies<kStages - 2>();  // this thread's part of Q and the first chunk is there
+    if (arguments_.params.scale.q_sign != 1.f) this->multiply_q_by_sign();
+    platform::sync_cta();
   }
 
-  // The next chunk in the order of use, where it lies in shared memory.
-  CUTE_DEVICE Element* next_chunk() {
-    // This chunk (and Q, in the first step) is there, for all threads. So is what they have written
-    // themselves. All warps are done with the chunk before, which may be overwritten.
-    platform::wait_copies<kStages - 2>();  // fault: chunk-wait
+  // While this chunk is multiplied: starts the copy of the one that takes the place of the chunk
+  // before. The barrier of the CTA stands among products, whose operands are in registers.
+  CUTE_DEVICE void midway() {
+    // The next chunk is there, for all threads. All warps are done with the chunk before, which may
+    // be overwritten.
+    platform::wait_copies<kStages - 3>();  // fault: chunk-wait
     platform::sync_cta();
-    const unsigned free = slot_;
-    slot_ = free + 1 == kStages ? 0 : free + 1;
-    load_chunk(free);
+    load_chunk(slot_ == 0 ? kStages - 1 : slot_ - 1);
     platform::commit_copies();  // an empty group too, as groups are counted
-    return smem_.chunks[slot_];
   }
+
+  CUTE_DEVICE Element* chunk() { return smem_.chunks[slot_]; }
+  CUTE_DEVICE void next_chunk() { slot_ = slot_ + 1 == kStages ? 0 : slot_ + 1; }
 
   // Starts the copy of the chunk that is next to be loaded, if there is one.
-  CUTE_DEVICE void load_chunk(unsigned slot) {
+  CUTE_DEVICE void load_chunk(int slot) {
     if (next_block_ < 0) return;
     const int of_v = next_chunk_ - kv_source_.chunks_k();
     if (of_v < 0) {
@@ -84,6 +86,7 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
     if (of_v + 1 == KVSource::kChunksV) {
       next_chunk_ = 0;
       next_block_ = has_next(next_block_) ? next_block_ - 1 : -1;
+      kv_source_.next_block();
     }
   }
 
@@ -106,13 +109,13 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tSrS = partition_fragment_C(TiledMma{}, ShapeS{});  // (4, MMA_M, N / 8)
     clear(tSrS);
     CUTE_NO_UNROLL
-    for (int chunk = 0; chunk < kv_source_.chunks_k(); ++chunk) {
+    for (int i = 0; i < kv_source_.chunks_k(); ++i) {
       auto tQ = make_tensor(  // (kBlockM, kColumnsK)
-          make_smem_ptr(smem_.q + chunk * (kBlockM * Traits::kColumnsK)),
+          make_smem_ptr(smem_.q + i * (kBlockM * Traits::kColumnsK)),
           typename Traits::SmemLayoutQChunk{});
-      Element* const k = next_chunk();
-      const unsigned thread_here = platform::rematerialize(thread_, chunk);
-      smem_gemm<LoadQ, LoadK>(TiledMma{}, thread_here, tQ, sK(k), tSrS);
+      const unsigned thread_here = platform::rematerialize(thread_, i);
+      smem_gemm<LoadQ, LoadK>(TiledMma{}, thread_here, tQ, sK(chunk()), tSrS, [&] { midway(); });
+      next_chunk();
     }
 
     auto scores = as_matrix(tSrS);  // (rows, columns)
@@ -128,14 +131,15 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
     if (updated && !is_first) softmax_.rescale(out);
     softmax_.apply_exp2(scores, softmax_.subtrahends());
 
-    // P's columns come from all warps of a row, through shared memory. The barrier of the next
-    // chunk makes them visible; since P was last read there have been those of K's chunks.
+    // P's columns come from all warps of a row, through shared memory. Since P was last read there
+    // have been the barriers of K's chunks.
     auto sP = make_tensor(make_smem_ptr(smem_.exchange.p),  // (kBlockM, kBlockN)
                           typename Traits::Exchange::SmemLayoutP{});
     auto tSrP = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
     auto store_p = StoreP{}.get_slice(platform::rematerialize(thread_, n_block));
     // Both (2, 2 MMA_M, N / 8).
     copy(StoreP{}, store_p.retile_S(tSrP), store_p.partition_D(sP));
+    platform::sync_cta();  // P is there, of all columns
     CUTE_NO_UNROLL
     for (int keys = 0; keys < kBlockN / Traits::kKeysV; ++keys) {
       // (kBlockM, kKeysV)
@@ -150,16 +154,17 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
     if constexpr (kGroup < Traits::kHeadDimV / Traits::kColumnsV) {
       constexpr int kColumns = Traits::kColumnsV / (8 * Traits::kColumnWarps);  // MMAs of a warp
       auto tOrO_group = select_columns<kGroup * kColumns, kColumns>(tOrO);
-      Element* const v = next_chunk();
       const unsigned thread_here = platform::rematerialize(thread_, keys);
-      smem_gemm<LoadP, LoadVt>(TiledMma{}, thread_here, sP, sVt(v), tOrO_group);
+      smem_gemm<LoadP, LoadVt>(TiledMma{}, thread_here, sP, sVt(chunk()), tOrO_group,
+                               [&] { midway(); });
+      next_chunk();
       gemm_pv<kGroup + 1>(sP, keys, tOrO);
     }
   }
 
-  int next_block_;               // of the chunk that is next to be loaded; -1: there is none
-  int next_chunk_ = 0;           // K's come first, then V's
-  unsigned slot_ = kStages - 1;  // of the last chunk that was asked for
+  int next_block_;      // of the chunk that is next to be loaded; -1: there is none
+  int next_chunk_ = 0;  // K's come first, then V's
+  int slot_ = 0;        // where the chunk lies that is being multiplied
 };
 
 }  // namespace flash_cute::sm80

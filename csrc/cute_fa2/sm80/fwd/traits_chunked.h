@@ -18,7 +18,7 @@ struct ChunkedFwdTraits : FwdTraits<kDType, kConfig> {
   static constexpr int kColumnsK = kConfig.k_columns;
   static constexpr int kKeysV = kConfig.v_keys;
   static constexpr int kColumnsV = kConfig.v_columns;
-  static_assert(Base::kSharesRows && kStages >= 2);
+  static_assert(Base::kSharesRows && kStages >= 3);
   static_assert(kHeadDim % kColumnsK == 0 && kColumnsK % 32 == 0);
   static_assert(kBlockN % kKeysV == 0 && kKeysV % 16 == 0);
   static_assert(kHeadDimV % kColumnsV == 0 && kColumnsV % (16 * kColumnWarps) == 0);
