@@ -67,12 +67,12 @@ def test_sm80(sm80, name):
     assert (counters.global_writes_16, counters.global_writes) == (m * d // 8, m)
     # Two a block of keys; with two of these in shared memory, one, and another ahead of the first;
     # one before O is read. Of shared rows one for each P, and those of maxima and sums. Of blocks
-    # in chunks one for each chunk, and one for the vote on limits.
+    # in chunks one for each chunk, one for the vote on limits, and one ahead of the first.
     shared = 2 + KEY_BLOCKS if sharing > 1 else 0
     blocks = KEY_BLOCKS + 1 if tile["stages"] == 2 else 2 * KEY_BLOCKS
     if tile["k_columns"]:
         of_v = tile["block_n"] // tile["v_keys"] * groups
-        blocks = KEY_BLOCKS * (d // tile["k_columns"] + of_v)
+        blocks = KEY_BLOCKS * (d // tile["k_columns"] + of_v + 1) + 1
     assert counters.cta_barriers == 1 + blocks + shared
 
 
