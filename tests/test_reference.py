@@ -235,7 +235,7 @@ def test_plans_show_what_they_do_not_know(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, refusal",
     [
-        (["--D", "0"], "Not served: .*head_dim is 0: it must be 1 to 256"),
+        (["--D", "0"], "Not served: .*head_dim is 0: it must be 1 to 1024"),
         (["--Hkv", "3"], "Not served: .*heads_q is 32: it must be a multiple"),
         (["--window", "-2", "0"], "Not served: .*window_left is -2"),
         (["--tuning", "splits=99999999999999999999"], "Not served: .*tuning has .splits"),
