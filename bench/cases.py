@@ -332,10 +332,17 @@ def scores() -> Iterator[Case]:
                     yield square(4, 4096, 16, head_dim, True, score=score, op=op)
 
 
+def large_d() -> Iterator[Case]:
+    """Head dims that FlashAttention-2 and cuDNN do not have: one long document with few heads."""
+    for head_dim in (320, 384, 512, 640, 1024):
+        for causal in (False, True):
+            yield square(1, 8192, 8, head_dim, causal, dtype="fp16")
+
+
 SUITES = {
     suite.__name__: suite
     for suite in (
         *(train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning, bwd, fwdbwd),
-        *(varlen, window, chunks, scores),
+        *(varlen, window, chunks, scores, large_d),
     )
 }

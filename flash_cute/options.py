@@ -139,7 +139,9 @@ def _is_integer(x: Any) -> bool:
     return isinstance(x, (int, torch.SymInt, numbers.Integral)) and not isinstance(x, bool)
 
 
-def refusal_of_gradients(tensors: dict[str, Tensor | None], out: Any) -> Exception | None:
+def refusal_of_gradients(
+    q: Tensor, tensors: dict[str, Tensor | None], out: Any
+) -> Exception | None:
     """As `checks.refusal`, of tensors that ask for a gradient where there is none."""
     if not torch.is_grad_enabled():
         return None
@@ -148,6 +150,8 @@ def refusal_of_gradients(tensors: dict[str, Tensor | None], out: Any) -> Excepti
             continue
         if name == "alibi_slopes":
             return ValueError(f"{name} requires a gradient, and there is none; detach it")
+        if (error := checks.refusal_of_gradient(q)) is not None:
+            return error
         if out is not None:
             return ValueError(
                 f"out is given and {name} requires a gradient: call it under torch.no_grad(), or "

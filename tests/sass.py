@@ -25,6 +25,7 @@ CONFIG = {
     ("sm80", "fwd"): (
         *("head_dim", "head_dim_v", "block_m", "block_n"),
         *("row_warps", "pipelined_qk", "column_warps"),
+        *("chunk_stages", "k_columns", "v_keys", "v_columns"),
     ),
     ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),
     ("sm90", "fwd"): (
@@ -117,7 +118,9 @@ def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
     arch, op = entry["arch"], entry["op"]
     if op == "fwd" and arch == "sm80":
         row_warps = entry["warps"] // entry["column_warps"]
-        entry = {**entry, "row_warps": row_warps, "pipelined_qk": entry["stages"] - 1}
+        is_chunked = entry["k_columns"] > 0
+        entry = {**entry, "row_warps": row_warps, "chunk_stages": is_chunked * entry["stages"]}
+        entry["pipelined_qk"] = 0 if is_chunked else entry["stages"] - 1
     return _tile(arch, op, {**entry, "consumers": entry["warps"] // 4 - 1})
 
 

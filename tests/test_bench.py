@@ -337,7 +337,7 @@ def test_iterations_follow_the_budget() -> None:
         ("--device cpu --tuning splits=4", "--tuning is of the GPU's kernels"),
         ("--tuning splits", "not of the form"),
         ("--seed 18446744073709551616", "is not from -2**63"),
-        ("--D 257", "above 256"),
+        ("--D 1025", "above 1024"),
         ("--D 0", "at least 1"),
         ("--json bench", "is a folder"),
         ("--json README.md/x.json", "cannot be written"),

@@ -52,6 +52,7 @@ SM80 = [
         UNFINISHED,
     ),
     Fault("shared-p", "", READ),
+    Fault("chunk-wait", "platform::wait_copies<kStages - 1>();", UNFINISHED),
     Fault("lse-row", "visit(row, mine);", f"{BOUNDS}|{WRITTEN}"),
 ]
 SM90 = [

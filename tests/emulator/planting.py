@@ -60,7 +60,7 @@ def run_cases(emulator: Emulator) -> None:
     check(1, 1, 200, 200, multiprocessors=5)  # subtiles
     check(6, 2, 150, 333, splits=3)
     if emulator.arch == 80:
-        for head_dim in (96, 192):
+        for head_dim in (96, 192, 320):
             check(1, 1, 150, 200, head_dim=head_dim)
 
 

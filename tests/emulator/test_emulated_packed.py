@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from emulator import Emulator
 from packed import BIASED, CALLS, Call, check_sink
 
 
@@ -35,6 +36,15 @@ def test_head_dims(unsplit, head_dim):
         call.check(unsplit)
         call.check_backward(unsplit)
         call.check_backward(unsplit, deterministic=True)
+
+
+@pytest.mark.parametrize("smem_limit", [0, 101376])
+@pytest.mark.parametrize("head_dim", [320, 512, 1024])
+def test_large_head_dims(library, head_dim, smem_limit):
+    emulator = Emulator(library, 80, splits=1, smem_limit=smem_limit)
+    lengths = [(200, 130), (33, 70), (0, 9)]
+    call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, has_sink=True)
+    call.check(emulator)
 
 
 def test_many_sequences(unsplit):

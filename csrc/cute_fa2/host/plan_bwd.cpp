@@ -240,6 +240,10 @@ BwdOverrides parse_bwd_overrides(const std::string& text) {
 
 BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
                  const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
+  if (std::max(params.head_dim, params.head_dim_v) > kMaxHeadDimBwd) {
+    refuse("the head dim is above " + std::to_string(kMaxHeadDimBwd) +
+           ", where the kernels have no gradient");
+  }
   std::string why_not_sm90;
   if (overrides.arch != 80) {
     BwdPlan plan = plan_sm90(params, overrides, device, encode_tensor_maps);

@@ -132,7 +132,7 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int3
   const int64_t *size_q = gq.sizes, *size_k = gk.sizes, *size_v = gv.sizes;
   STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= kMaxHeadDim && size_k[3] == size_q[3] &&
                       size_v[3] == size_q[3],
-                  "q, k and v must have the same head dim, from 1 to 256");
+                  "q, k and v must have the same head dim, from 1 to ", kMaxHeadDim);
   STD_TORCH_CHECK(size_k[0] == size_q[0] && size_v[0] == size_q[0],
                   "q, k and v must have the same batch size");
   STD_TORCH_CHECK(size_v[1] == size_k[1] && size_v[2] == size_k[2],

@@ -8,9 +8,11 @@
 #include "common/pack_gqa.h"
 #include "common/platform.h"
 #include "common/sequence.h"
+#include "sm80/chunked_kv.h"
 #include "sm80/fwd/arguments.h"
 #include "sm80/fwd/epilogue.h"
 #include "sm80/fwd/mainloop.h"
+#include "sm80/fwd/mainloop_chunked.h"
 #include "sm80/fwd/mainloop_pipelined.h"
 #include "sm80/fwd/traits.h"
 #include "sm80/kv_source.h"
@@ -28,10 +30,12 @@ struct FwdKernel {
       Traits::kPipelinedQk                                  ? KeptAddresses::kThreadAndTarget
       : kMask != MaskKind::kFull && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
                                                             : KeptAddresses::kHead;
-  using KVSource = DenseKV<Traits, kKeptAddresses>;
-  using Mainloop =
+  using KVSource =
+      std::conditional_t<Traits::kIsChunked, ChunkedKV<Traits>, DenseKV<Traits, kKeptAddresses>>;
+  using Mainloop = std::conditional_t<
+      Traits::kIsChunked, FwdMainloopChunked<Traits, kMask, KVSource>,
       std::conditional_t<Traits::kPipelinedQk, FwdMainloopPipelined<Traits, kMask, KVSource>,
-                         FwdMainloop<Traits, kMask, KVSource>>;
+                         FwdMainloop<Traits, kMask, KVSource>>>;
   using Epilogue = FwdEpilogue<Traits>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {

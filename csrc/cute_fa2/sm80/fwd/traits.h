@@ -26,6 +26,7 @@ struct FwdTraits {
   // registers to the last and orders instructions differently (measured, notes/sm80_forward.md).
   static constexpr int kMinCtas = kConfig.head_dim <= 128 ? 2 : 0;
   static constexpr bool kPipelinedQk = kConfig.pipelined_qk;
+  static constexpr bool kIsChunked = kConfig.is_chunked();  // see traits_chunked.h
   static constexpr int kStages = kConfig.stages();
   static constexpr int kRowWarps = kConfig.row_warps;
   static constexpr int kColumnWarps = kConfig.column_warps;
@@ -70,7 +71,7 @@ struct FwdTraits {
     alignas(128) Element v[kStages][cute::cosize_v<SmemLayoutV>];
     [[no_unique_address]] std::conditional_t<kSharesRows, Exchange, Nothing> exchange;
   };
-  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
+  static_assert(kIsChunked || sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
   template <class CopyOp, class T, int kStrip>
   using GmemTiledCopy = sm80::GmemTiledCopy<CopyOp, T, kThreads, kStrip>;
