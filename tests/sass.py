@@ -41,6 +41,8 @@ MANGLED = re.compile(
     r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq)Kernel\S*?(Fwd|Bwd|Dq)ConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?"
     r"\S*?MaskKindE(\d)"
 )
+#: As MaskKind numbers them.
+MASKS = ("full", "banded", "packed", "scored")
 #: An instruction, without its predicate.
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(.*?)\s*;", re.MULTILINE)
 
@@ -91,7 +93,7 @@ class Kernel:
     arch: str
     config: dict[str, int]
     is_split_kv: bool
-    is_packed: bool
+    mask: str
     text: str
     op: str = "fwd"
 
@@ -138,8 +140,8 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
         if mangled and mangled[1].lower() == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
-            is_split_kv, is_packed = mangled[3] is not None, mangled[4] == "2"
-            found.append(Kernel(name, arch, config, is_split_kv, is_packed, text, op))
+            is_split_kv, mask = mangled[3] is not None, MASKS[int(mangled[4])]
+            found.append(Kernel(name, arch, config, is_split_kv, mask, text, op))
     return found
 
 

@@ -82,7 +82,7 @@ def run_backward_cases(emulator: Emulator) -> None:
 
 def run_packed_cases(emulator: Emulator) -> None:
     check_sink(emulator, splits=3)
-    for name in ("window-gaps", "padded-sink"):
+    for name in ("window-gaps", "padded-sink", "scored"):
         call = Call(**CALLS[name])
         call.check(emulator)
         call.check_backward(emulator)

@@ -51,7 +51,7 @@ class ScoreMod {
         const float slope =
             changes.slopes
                 .data[batch_ * changes.slopes.stride_batch + row.head * changes.slopes.stride_head];
-        const int diagonal = row.query + sequence_.len_k - sequence_.len_q;  // fault: alibi
+        const int diagonal = row.query + sequence_.len_k - sequence_.len_q;
         const float distance = static_cast<float>(diagonal - first_key);
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(scores); ++c) {

@@ -298,7 +298,7 @@ class BwdMainloop {
     const auto at = coords(platform::rematerialize(thread_));
     CUTE_UNROLL
     for (int r = 0; r < size<0>(ds); ++r) {
-      const float delta = smem_.stats[stage][get<0>(at(r, 0))].delta;  // fault: bwd-delta
+      const float delta = smem_.stats[stage][get<0>(at(r, 0))].delta;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(ds); ++c) ds(r, c) = weights(r, c) * (ds(r, c) - delta);
     }

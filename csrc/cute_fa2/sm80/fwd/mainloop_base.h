@@ -41,7 +41,8 @@ class FwdMainloopBase {
   using AllRows = MmaRange<0, kBlockM / kMmaRows>;
   using FirstHalf = MmaRange<0, 1>;
   using SecondHalf = MmaRange<1, 1>;
-  static constexpr bool kHasHalves = !Traits::kSharesRows && kBlockM == 2 * kMmaRows;
+  static constexpr bool kHasHalves = !Traits::kSharesRows && kBlockM == 2 * kMmaRows &&
+                                     kMask != MaskKind::kScored;  // whose code is long
   static constexpr bool kUsesFirstHalf =
       kHasHalves && (kMask == MaskKind::kFull || Traits::kHeadDim < 128);
 
