@@ -291,8 +291,13 @@ def test_every_split_has_keys(arch: int, head_dim: int, len_k: int) -> None:
         assert splits <= 1024 and (splits - 1) * keys < len_k <= splits * keys
 
 
-@ARCHS
-@pytest.mark.parametrize("head_dim, most", [(128, 35.2e6), (256, 70e6)])
+@pytest.mark.parametrize(
+    "arch, head_dim, most",
+    [
+        *((arch, *x) for arch in (80, 90) for x in [(128, 35.2e6), (256, 70e6)]),
+        *((80, dim, 70e6) for dim in LARGE_HEAD_DIMS),
+    ],
+)
 def test_memory_of_splits(arch: int, head_dim: int, most: float) -> None:
     """What README.md says."""
     for heads, len_q, len_k in [(1, 1, 2**20), (1, 128, 2**20), (4, 512, 2**20), (16, 128, 2**17)]:
