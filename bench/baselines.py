@@ -1,9 +1,10 @@
 """Who is measured: flash_cute and its peers, each behind the same two questions.
 
 `why_not(case, device)` says in a few words why a provider cannot take a case (None: it can);
-`bind(case, q, k, v)` does everything that is not to be timed (masks, compilation) and returns the
-forward. What only the run itself can tell (a backend that refuses) is an exception there.
-`bind_op` makes of it the call to be timed, which may be a backward.
+`bind(case, q, k, v)`, with a bias behind them if the case has one, does everything that is not to
+be timed (masks, compilation) and returns the forward. What only the run itself can tell (a backend
+that refuses) is an exception there. `bind_op` makes of it the call to be timed, which may be a
+backward.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.cases import Case
+from bench.cases import SOFTCAP, Case
 
 #: out, and softmax_lse where the provider returns it; of a backward dq, dk and dv.
 Result = tuple[Any, ...]
 Call = Callable[[], Result]
-Bind = Callable[[Case, torch.Tensor, torch.Tensor, torch.Tensor], Call]
+#: Of a case and its q, k and v, and a bias if it has one.
+Bind = Callable[..., Call]
 
 
 def _any_case(case: Case, device: torch.device) -> str | None:
@@ -41,15 +43,17 @@ class Provider:
     pinned: Callable[[], AbstractContextManager[object]] = nullcontext
     #: flash_cute as it is built, whichever kernels are chosen: a wrong result is ours.
     is_ours: bool = False
+    #: Of ours, the overrides.
+    tuning: str = ""
 
 
 def bind_op(provider: Provider, case: Case, tensors: Sequence[torch.Tensor]) -> Call:
     """The call to be timed for what `make_inputs` drew: a forward, a backward, or both."""
     if case.op == "fwd":
         return provider.bind(case, *tensors)
-    *qkv, dout = tensors
-    inputs = [x.detach().requires_grad_() for x in qkv]
-    forward = torch.enable_grad()(provider.bind(case, *inputs))
+    *given, dout = tensors
+    inputs = [x.detach().requires_grad_() for x in given[: 4 if "trained" in case.score else 3]]
+    forward = torch.enable_grad()(provider.bind(case, *inputs, *given[len(inputs) :]))
     with provider.pinned():
         out = forward()[0]
     # In the order in which `out` lies: else some providers copy it.
@@ -68,18 +72,21 @@ def _flash_cute_why_not(case: Case, device: torch.device) -> str | None:
     return None
 
 
-def _bind_flash_cute(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+def _bind_flash_cute(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> Call:  # fmt: skip
     import flash_cute
 
-    window = case.window, -1
+    given: dict[str, Any] = {"is_causal": case.causal, **case.changes(q.device)}
+    if bias is not None:
+        given["bias"] = bias
+    if case.window >= 0:
+        given["window_size"] = case.window, -1
     if case.documents:
         ends = ends_of(case, q.device)
-        return lambda: flash_cute.forward_varlen(
-            q, k, v, ends, is_causal=case.causal, window_size=window
-        )
-    if case.window >= 0:
-        return lambda: flash_cute.forward(q, k, v, is_causal=case.causal, window_size=window)
-    return lambda: flash_cute.forward(q, k, v, is_causal=case.causal)
+        return lambda: flash_cute.forward_varlen(q, k, v, ends, **given)
+    return lambda: flash_cute.forward(q, k, v, **given)
 
 
 def ends_of(case: Case, device: torch.device) -> torch.Tensor:
@@ -112,14 +119,20 @@ def tuned(tuning: str, name: str | None = None) -> Provider:
     def why_not(case: Case, device: torch.device) -> str | None:
         return _flash_cute_why_not(case, device) if device.type == "cuda" else "needs a GPU"
 
-    def bind(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    def bind(
+        case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> Call:  # fmt: skip
         from flash_cute import ops
 
-        band = {"window_left": case.window, "window_right": 0 if case.causal else -1}
-        lengths = (None,) * 3 + (ends_of(case, q.device),) * 2 if case.documents else ()
-        return lambda: ops.fwd(q, k, v, *lengths, **band, tuning=tuning)
+        given = {"window_left": case.window, "window_right": 0 if case.causal else -1}
+        given |= {"tuning": tuning, "bias": bias, **case.changes(q.device)}
+        if case.documents:
+            given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends_of(case, q.device))
+        return lambda: ops.fwd(q, k, v, **given)
 
-    return Provider(name or tuning, f"flash_cute with {tuning}", bind, why_not, is_ours=True)
+    about = f"flash_cute with {tuning}"
+    return Provider(name or tuning, about, bind, why_not, is_ours=True, tuning=tuning)
 
 
 # -- torch SDPA, one backend at a time -----------------------------------------------------------
@@ -128,6 +141,8 @@ def tuned(tuning: str, name: str | None = None) -> Provider:
 def _bind_sdpa(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     if case.documents or case.window >= 0:
         return _bind_varlen_attn(case, q, k, v)
+    if case.is_aligned_right:
+        return _bind_flash_op(q, k, v)
     causal = case.causal and not case.causal_is_full
     grouped = case.heads != case.kv_heads
 
@@ -159,11 +174,26 @@ def _bind_varlen_attn(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return call
 
 
+def _bind_flash_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    """The flash backend's kernel is aligned to the bottom right corner; SDPA leaves it out."""
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    lengths = None, None, q.shape[2], k.shape[2]
+
+    def call() -> Result:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, *lengths, 0.0, True, False)
+        return out.transpose(1, 2), lse
+
+    return call
+
+
 def _sdpa(name: str, about: str, backend: SDPBackend, head_dim_limit: int = 0) -> Provider:
     def why_not(case: Case, device: torch.device) -> str | None:
-        if case.causal and case.q_len not in (1, case.kv_len):
+        is_flash = backend == SDPBackend.FLASH_ATTENTION
+        if case.is_aligned_right and not (is_flash and device.type == "cuda"):
             return "SDPA's is_causal is aligned to the top left corner"
-        if (case.documents or case.window >= 0) and backend != SDPBackend.FLASH_ATTENTION:
+        if case.score:
+            return "no softcap, ALiBi and bias under a causal mask"
+        if (case.documents or case.window >= 0) and not is_flash:
             return "no packed sequences and windows"
         if head_dim_limit and case.head_dim > head_dim_limit:
             return f"head dim above {head_dim_limit}"
@@ -177,7 +207,10 @@ def _sdpa(name: str, about: str, backend: SDPBackend, head_dim_limit: int = 0) -
 # -- compiled FlexAttention ----------------------------------------------------------------------
 
 
-def _bind_flex(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+def _bind_flex(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> Call:  # fmt: skip
     import torch._dynamo
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -200,6 +233,20 @@ def _bind_flex(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
             seen = seen & (documents[q_index] == documents[kv_index])
         return seen
 
+    slopes = case.changes(q.device).get("alibi_slopes")
+
+    def softcap(score, b, h, q_index, kv_index):  # type: ignore[no-untyped-def]
+        return SOFTCAP * torch.tanh(score / SOFTCAP)
+
+    def alibi(score, b, h, q_index, kv_index):  # type: ignore[no-untyped-def]
+        return score - slopes[h] * (q_index + diagonal - kv_index).abs()
+
+    def add_bias(score, b, h, q_index, kv_index):  # type: ignore[no-untyped-def]
+        if bias.shape[1] == 1:
+            return score + bias[b, 0, 0, kv_index]
+        return score + bias[0, h, q_index, kv_index]
+
+    score_mod = {"": None, "softcap": softcap, "alibi": alibi}.get(case.score, add_bias)
     if case.documents:
         dense = (x.transpose(0, 1)[None] for x in (q, k, v))
         q, k, v = dense
@@ -209,7 +256,7 @@ def _bind_flex(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     grouped = case.heads != case.kv_heads
 
     def call() -> Result:
-        out = compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+        out = compiled(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=grouped)
         return (out[0].transpose(0, 1) if case.documents else out), None
 
     return call
@@ -227,8 +274,8 @@ def _triton_why_not(case: Case, device: torch.device) -> str | None:
         return "fp16 and bf16 only"
     if case.op != "fwd":
         return "forward only"
-    if case.documents or case.window >= 0:
-        return "no packed sequences and windows"
+    if case.documents or case.window >= 0 or case.score:
+        return "no packed sequences, windows and changes of scores"
     return None
 
 

@@ -12,6 +12,10 @@ import torch
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 #: What a call computes, and its products Nq x Nk x D of a head.
 OPS = {"fwd": 2, "bwd": 5, "fwdbwd": 7}
+#: What changes the scores. A bias is (1, heads, q_len, kv_len), one of keys (batch, 1, 1, kv_len);
+#: with "trained", a backward makes its gradient, too.
+SCORES = ("softcap", "alibi", "bias", "key bias", "trained bias", "trained key bias")
+SOFTCAP = 30.0
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Case:
     window: int = -1
     #: The lengths of packed sequences; empty: dense.
     documents: tuple[int, ...] = ()
+    #: One of SCORES, or "" for plain ones.
+    score: str = ""
 
     @property
     def name(self) -> str:
@@ -50,6 +56,8 @@ class Case:
         mask = "causal" if self.causal else "full"
         if self.window >= 0:
             mask = f"window {self.window + 1}"
+        if self.score:
+            mask += f" {self.score}"
         rest = (f" {self.layout}" if self.layout != "bhnd" else "") + (
             f" {self.op}" if self.op != "fwd" else ""
         )
@@ -63,6 +71,11 @@ class Case:
     def causal_is_full(self) -> bool:
         """One query aligned to the bottom right corner sees every key."""
         return self.causal and self.q_len == 1
+
+    @property
+    def is_aligned_right(self) -> bool:
+        """Causal, where the two ways to align the mask differ."""
+        return self.causal and self.q_len not in (1, self.kv_len)
 
     def parts(self) -> list[Case]:
         """Each of the documents, as a dense case."""
@@ -96,18 +109,54 @@ class Case:
         element = DTYPES[self.dtype].itemsize
         return 2 * self.batch * self.kv_heads * self.kv_len * self.head_dim * element
 
+    def bytes(self) -> int:
+        """Bytes of the tensors of a call: q, k, v and out, in a backward also their gradients; and
+        the log-sum-exp."""
+        element = DTYPES[self.dtype].itemsize
+        rows = self.batch * (self.heads * self.q_len + self.kv_heads * self.kv_len)
+        tensors = {"fwd": 2, "bwd": 4, "fwdbwd": 6}[self.op]  # of as many rows
+        return tensors * rows * self.head_dim * element + 4 * self.batch * self.heads * self.q_len
+
+    def visited_pairs(self, block_m: int, block_n: int) -> int:
+        """As `visible_pairs`, of all blocks (block_m queries, block_n keys) that the mask touches;
+        dense and causal."""
+        pairs = 0
+        for first in range(0, self.q_len, block_m):
+            diagonal = self.kv_len - self.q_len
+            last = min(first + block_m, self.q_len) - 1
+            begin = max(0, first + diagonal - self.window) // block_n if self.window >= 0 else 0
+            pairs += max(0, (last + diagonal) // block_n + 1 - begin) * block_m * block_n
+        return pairs
+
+    def bias_shape(self) -> tuple[int, ...] | None:
+        if "key bias" in self.score:
+            return self.batch, 1, 1, self.kv_len
+        return (1, self.heads, self.q_len, self.kv_len) if "bias" in self.score else None
+
+    def changes(self, device: torch.device) -> dict[str, Any]:
+        """What changes the scores, but a bias: arguments of `flash_cute.forward`."""
+        if self.score == "softcap":
+            return {"softcap": SOFTCAP}
+        if self.score == "alibi":  # the slopes of its paper, arXiv:2108.12409
+            powers = torch.arange(1, self.heads + 1, device=device) * (-8 / self.heads)
+            return {"alibi_slopes": powers.exp2()}
+        return {}
+
     def to_dict(self) -> dict[str, Any]:
-        given = {k: v for k, v in asdict(self).items() if k not in ("window", "documents")}
+        late = ("window", "documents", "score")
+        given = {k: v for k, v in asdict(self).items() if k not in late}
         if self.window >= 0:
             given["window"] = self.window
         if self.documents:
             given["documents"] = list(self.documents)
+        if self.score:
+            given["score"] = self.score
         return {"name": self.name, **given}
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Random normal q, k, v, and for a backward dout, drawn on the device. Never zeros: they run
-    faster than real data."""
+    """Random normal q, k, v, a bias if there is one, and for a backward dout, drawn on the device.
+    Never zeros: they run faster than real data."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(heads: int, length: int) -> torch.Tensor:
@@ -122,7 +171,11 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.
         return x.transpose(1, 2) if bnhd else x
 
     q, kv = (case.heads, case.q_len), (case.kv_heads, case.kv_len)
-    return tuple(draw(*size) for size in ((q, kv, kv) if case.op == "fwd" else (q, kv, kv, q)))
+    tensors = [draw(*size) for size in (q, kv, kv)]
+    if (shape := case.bias_shape()) is not None:
+        dtype = DTYPES[case.dtype]
+        tensors.append(torch.randn(shape, generator=generator, device=device, dtype=dtype))
+    return *tensors, *([] if case.op == "fwd" else [draw(*q)])
 
 
 def square(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
@@ -246,7 +299,7 @@ def varlen() -> Iterator[Case]:
     """Packed documents: of equal lengths, of which there is a dense call too, and of mixed ones."""
     for op in ("fwd", "bwd"):
         for head_dim in (64, 128):
-            for length in (1024, 4096):
+            for length in (1024, 4096, 16384):
                 yield packed([length] * (16384 // length), head_dim, op=op)
             for tokens in (16384, 65536):
                 yield packed(log_normal(tokens), head_dim, op=op)
@@ -260,10 +313,36 @@ def window() -> Iterator[Case]:
                 yield square(1, length, 16, 128, True, window=width - 1, op=op)
 
 
+def chunks() -> Iterator[Case]:
+    """Some queries against a longer context: prompts in chunks, and speculation."""
+    for heads, kv_heads, head_dim in ((32, 8, 128), (16, 16, 128), (32, 32, 64)):
+        for kv_len in (2048, 8192, 32768):
+            for q_len in (128, 256, 1000):
+                for batch in (1, 2):
+                    for causal in (False, True):
+                        yield Case(batch, heads, kv_heads, q_len, kv_len, head_dim, causal)
+
+
+def scores() -> Iterator[Case]:
+    """What changes the scores, beside the plain call."""
+    for op in ("fwd", "bwd"):
+        for head_dim in (64, 128):
+            for score in ("", *SCORES):
+                if op == "bwd" or "trained" not in score:
+                    yield square(4, 4096, 16, head_dim, True, score=score, op=op)
+
+
+def large_d() -> Iterator[Case]:
+    """Head dims that FlashAttention-2 and cuDNN do not have: one long document with few heads."""
+    for head_dim in (320, 384, 512, 640, 1024):
+        for causal in (False, True):
+            yield square(1, 8192, 8, head_dim, causal, dtype="fp16")
+
+
 SUITES = {
     suite.__name__: suite
     for suite in (
         *(train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning, bwd, fwdbwd),
-        *(varlen, window),
+        *(varlen, window, chunks, scores, large_d),
     )
 }

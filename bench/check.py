@@ -5,7 +5,7 @@ What passes is decided by `flash_cute.tolerance`, for peers as for us.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,33 @@ def pieces(case: Case, limit: int = PIECE) -> Iterator[tuple[slice, slice, slice
             yield slice(b, b + 1), slice(first, last), slice(0, keys)
 
 
+def _of_scores(
+    case: Case,
+    bias: Sequence[torch.Tensor],
+    device: torch.device,
+    entry: slice,
+    heads: slice,
+    rows: slice = slice(None),
+    keys: slice = slice(None),
+) -> dict[str, Any]:
+    """Windows and changes of scores, for the reference: those of a piece. `bias` is one or none."""
+    given = {"window_left": case.window, **case.changes(device)}
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = given["alibi_slopes"][heads]
+    for x in bias:
+        given["bias"] = _part(x, entry, heads, rows, keys)
+    return given
+
+
+def _part(bias: torch.Tensor, *slices: slice) -> torch.Tensor:
+    kept = (s if n > 1 else slice(None) for s, n in zip(slices, bias.shape, strict=False))
+    return bias[tuple(kept)]
+
+
 @torch.no_grad()
 def check(
     case: Case,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
     results: Mapping[str, Result],
     limit: int = PIECE,
 ) -> dict[str, dict[str, Any]]:
@@ -41,8 +62,8 @@ def check(
     from flash_cute import reference, tolerance
 
     if case.documents:
-        return _of_documents(case, (q, k, v), results, check, limit)
-    window = {"window_left": case.window}
+        return _of_documents(case, tensors, results, check, limit)
+    q, k, v, *bias = tensors
     checked: dict[str, dict[str, Any]] = {
         name: {
             "error": 0.0,
@@ -54,13 +75,14 @@ def check(
     }
     for entry, rows, keys in pieces(case, limit):
         inputs = q[entry, :, rows], k[entry, :, keys], v[entry, :, keys]
+        given = _of_scores(case, bias, q.device, entry, slice(None), rows, keys)
         exact_lse = torch.empty(0)
         if any(lse is None for _, lse in results.values()):
-            exact_lse = reference.attention(*inputs, case.causal, case.scale, **window)[1]
+            exact_lse = reference.attention(*inputs, case.causal, case.scale, **given)[1]
         for name, (out, lse) in results.items():
             # Who returns no LSE is held to its output alone.
             piece = out[entry, :, rows], exact_lse if lse is None else lse[entry, :, rows]
-            found = tolerance.compare(*piece, *inputs, case.causal, case.scale, **window)
+            found = tolerance.compare(*piece, *inputs, case.causal, case.scale, **given)
             row = checked[name]
             row["error"] = max(row["error"], found.out_error)
             row["error_bound"] = max(row["error_bound"], found.out_bound)
@@ -75,33 +97,34 @@ def check(
 @torch.no_grad()
 def check_gradients(
     case: Case,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
     results: Mapping[str, Result],
     limit: int = PIECE,
 ) -> dict[str, dict[str, Any]]:
-    """Per provider, of dq, dk and dv: `errors`, `error_bounds`; and whether all are `correct`. A
-    piece has key heads with their query heads, at least one of a batch entry."""
+    """Per provider, of dq, dk and dv, and of a trained bias: `errors`, `error_bounds`; and whether
+    all are `correct`. A piece has key heads with their query heads, at least one of a batch entry,
+    and all that share a trained bias."""
     from flash_cute import tolerance
 
     if case.documents:
-        return _of_documents(case, (q, k, v, dout), results, check_gradients, limit)
-    window = {"window_left": case.window}
+        return _of_documents(case, tensors, results, check_gradients, limit)
+    q, k, v, *bias, dout = tensors
     group = case.heads // case.kv_heads
-    step = max(1, limit // (group * case.q_len * case.kv_len))
+    batch_step, step = 1, max(1, limit // (group * case.q_len * case.kv_len))
+    if "trained" in case.score:
+        batch_step, step = (case.batch, step) if bias[0].shape[0] == 1 else (1, case.kv_heads)
     found: dict[str, list[tolerance.GradientComparison]] = {name: [] for name in results}
-    for b in range(case.batch):
+    for b in range(0, case.batch, batch_step):
         for first in range(0, case.kv_heads, step):
-            kv = slice(b, b + 1), slice(first, first + step)
-            of_q = slice(b, b + 1), slice(first * group, (first + step) * group)
+            entry, heads = slice(b, b + batch_step), slice(first * group, (first + step) * group)
+            of_q, kv = (entry, heads), (entry, slice(first, first + step))
             inputs = dout[of_q], q[of_q], k[kv], v[kv]
-            for name, (dq, dk, dv) in results.items():
-                gradients = dq[of_q], dk[kv], dv[kv]
+            given = _of_scores(case, bias, q.device, entry, heads)
+            for name, (dq, dk, dv, *dbias) in results.items():
+                gradients = dq[of_q], dk[kv], dv[kv], *(_part(x, entry, heads) for x in dbias)
                 found[name].append(
                     tolerance.compare_gradients(
-                        gradients, *inputs, case.causal, case.scale, **window
+                        gradients, *inputs, case.causal, case.scale, **given
                     )
                 )
     checked = {}
@@ -120,7 +143,7 @@ def check_gradients(
 
 def _of_documents(
     case: Case,
-    tensors: tuple[torch.Tensor, ...],
+    tensors: Sequence[torch.Tensor],
     results: Mapping[str, Result],
     check: Callable[..., dict[str, dict[str, Any]]],
     limit: int,
@@ -139,7 +162,7 @@ def _of_documents(
             return x[rows].transpose(0, 1)[None] if x.dim() == 3 else x[:, rows][None]
 
         of_part = {name: tuple(map(dense, result)) for name, result in results.items()}
-        for name, row in check(part, *map(dense, tensors), of_part, limit).items():
+        for name, row in check(part, tuple(map(dense, tensors)), of_part, limit).items():
             so_far = worst.setdefault(name, row)
             for key, value in row.items():
                 if key == "correct":

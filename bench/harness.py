@@ -8,6 +8,7 @@ a wall clock, so that the harness itself can be tested without a GPU.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import time
@@ -171,7 +172,7 @@ def measure(
             with runner.provider.pinned():
                 results[runner.provider.name] = runner.call()
         check = checking.check if case.op == "fwd" else checking.check_gradients
-        errors = check(case, *tensors, results)
+        errors = check(case, tensors, results)
         del results
         for runner in working:
             runner.row |= errors[runner.provider.name]
@@ -192,12 +193,39 @@ def measure(
     for runner in working:
         finish_row(runner.row, case, runner.samples, runner.iters)
         runner.row["sm_mhz"] = clock
+        if runner.provider.is_ours and not (case.documents or case.score):
+            runner.row["tile"] = tile_of(case, runner.provider.tuning, options.device)
+        if case.window >= 0:
+            runner.row["copy_ms"] = copy_ms(case.bytes(), timer)
     rows = [runner.row for runner in runners]
     del runners, working, tensors
     gc.collect()
     if options.device.type == "cuda":
         torch.cuda.empty_cache()
     return rows
+
+
+def tile_of(case: Case, tuning: str, device: torch.device) -> tuple[int, int]:
+    """(queries, keys) of a block of scores of the kernel that a dense, plain call gets."""
+    if device.type != "cuda":
+        return 128, 128
+    from flash_cute import ops, plan
+
+    asked = argparse.Namespace(
+        B=case.batch, H=case.heads, Hkv=case.kv_heads, Nq=case.q_len, Nk=case.kv_len,
+        D=case.head_dim, Dv=case.head_dim, causal=case.causal and case.window < 0,
+        window=(case.window, 0 if case.causal else -1), backward=case.op != "fwd",
+        deterministic=False,
+    )  # fmt: skip
+    answer = ops.plan(plan.request(asked, plan.device_here()), tuning)
+    return answer["block_m"], answer["block_n"]
+
+
+def copy_ms(count: int, timer: Timer) -> float:
+    """What a copy takes that moves as many bytes, half of them read and half written."""
+    source = torch.empty(count // 2, dtype=torch.int8, device=timer.device)
+    target = torch.empty_like(source)
+    return statistics.median(timer(lambda: (target.copy_(source),), 20))
 
 
 def finish_row(row: Row, case: Case, samples: list[list[float]], iters: int) -> None:

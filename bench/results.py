@@ -95,8 +95,24 @@ SECTIONS = (
     ),
     Section(
         "Windows",
-        "Causal, beside the whole mask. FA2 is `torch.nn.attention.varlen`.",
+        "Causal, beside the whole mask. FA2 is `torch.nn.attention.varlen`. `/ ideal` is our time "
+        "as a multiple of the ideal: the whole mask's time by the share of its blocks that the "
+        "window touches; or a copy of as many bytes as the tensors have, if that takes longer.",
         ("window_h100",),
+        tables.windows,
+    ),
+    Section(
+        "Chunks",
+        "Some queries against a longer context. Causal masks are aligned to the bottom right; "
+        "there FA2 is `aten::_flash_attention_forward`, as SDPA aligns to the top left.",
+        ("chunks_h100",),
+    ),
+    Section(
+        "Softcap, ALiBi and biases",
+        "Causal, beside the plain call; `/ plain` is our time as a multiple of its. A bias is "
+        "(1, H, N, N), one of keys (B, 1, 1, N). Trained ones have a gradient.",
+        ("scores_h100",),
+        tables.scores,
     ),
     Section("All providers", "One shape.", ("peers",)),
     Section(
@@ -158,6 +174,13 @@ SECTIONS = (
         "`python -m examples.train_gpt`, 2000 steps of 32 x 1024 bytes, runs of the same seed. "
         "Losses in nats a byte. The picture is of the first run.",
         ("train_gpt",),
+        tables.training,
+    ),
+    Section(
+        "Training a GPT on documents",
+        "`python -m examples.train_gpt --pack`, 2000 steps of 32 documents of up to 1024 bytes: "
+        "padded, and packed by `forward_varlen`. Padding counts for no tokens.",
+        ("train_gpt_pack",),
         tables.training,
     ),
 )

@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--Hkv", type=positive, help="key and value heads (default H)")
     what.add_argument("--N", type=positive, help="queries (default 4096)")
     what.add_argument("--Nk", type=positive, help="keys (default N)")
-    what.add_argument("--D", type=head_dim, help="head dim, up to 256 (default 128)")
+    what.add_argument("--D", type=head_dim, help="head dim, up to 1024 (default 128)")
     what.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: no")
     what.add_argument("--dtype", choices=DTYPES, help="default bf16; a suite's own is replaced")
     what.add_argument("--layout", choices=("bhnd", "bnhd"),
@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         text = tables.accuracy(result["rows"])
     else:
         run_cases(cases, providers, options, result, args.json)
-        text = tables.speed(result["rows"])
+        text = tables.OF_SUITES.get(args.suite, tables.speed)(result["rows"])
     meta["clocks_after"] = environment.clocks(device)
     print("\n".join([text, *tables.means(result["rows"]), *tables.notes(result["rows"])]))
     if args.json:

@@ -4,15 +4,16 @@ bench.results writes them to documents."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
-from bench.cases import peers_backward
+from bench.cases import Case, peers_backward
 
 Row = dict[str, Any]
 
 OURS = "flash_cute"
+OWN = (OURS, "sm80")
 LABELS = {
     "fa2": "SDPA flash (FA2)",
     "sm80": "flash_cute, sm80 kernels",
@@ -97,18 +98,62 @@ def _rate(row: Row | None) -> str:
     return f"{text} ({us:.0f})" if us >= 100 else f"{text} ({us:.1f})"
 
 
-def speed(rows: Sequence[Row]) -> str:
-    """A line per case, a column per provider: its rate, and its time in microseconds."""
+def speed(rows: Sequence[Row], more: Mapping[str, Mapping[str, str]] | None = None) -> str:
+    """A line per case, a column per provider: its rate, and its time in microseconds. `more` has
+    columns: {title: {case name: text}}."""
     providers = providers_of(rows)
     compared = [name for name in COMPARED if name in providers and OURS in providers]
     unit = "GB/s" if any("gbps" in row for row in rows) else "TFLOP/s"
-    header = [f"{unit} (us)", *map(label, providers), *(f"to {name}" for name in compared)]
+    more = more or {}
+    header = [f"{unit} (us)", *map(label, providers), *(f"to {name}" for name in compared), *more]
     lines = [
         [name, *(_rate(cells.get(provider)) for provider in providers)]
         + [_times(ratio(cells, peer)) for peer in compared]
+        + [column.get(name, "-") for column in more.values()]
         for name, cells in by_case(rows).items()
     ]
     return grid(header, lines)
+
+
+def windows(rows: Sequence[Row]) -> str:
+    """`speed`, and our times as multiples of the ideal: of the whole mask's time the share of the
+    blocks that are visited, or a copy of as many bytes if that takes longer."""
+    more = {}
+    for provider in OWN:
+        timed = [row for row in rows if row["provider"] == provider and row.get("ms")]
+        whole = {replace(case_of(row), window=-1): row for row in timed if "window" not in row}
+        more[f"{provider} / ideal"] = column = {}
+        for row in timed:
+            causal = whole.get(replace(case_of(row), window=-1))
+            if "window" in row and causal:
+                pairs, of_all = (case_of(x).visited_pairs(*x["tile"]) for x in (row, causal))
+                ideal = max(causal["ms"] * pairs / of_all, row["copy_ms"])
+                column[row["name"]] = _times(row["ms"] / ideal)
+    return speed(rows, {title: column for title, column in more.items() if column})
+
+
+def scores(rows: Sequence[Row]) -> str:
+    """`speed`, our times as multiples of the plain kernel's, and our speed as one of Flex's."""
+    more: dict[str, dict[str, str]] = {}
+    for provider in OWN:
+        timed = [row for row in rows if row["provider"] == provider and row.get("ms")]
+        plain = {case_of(row): row["ms"] for row in timed if "score" not in row}
+        known = [(row["name"], row["ms"], replace(case_of(row), score="")) for row in timed]
+        more[f"{provider} / plain"] = {
+            name: _times(ms / plain[case]) for name, ms, case in known if case in plain
+        }
+        flex = ratios(rows, "flex", provider)
+        more[f"{provider} to flex"] = {name: _times(value) for name, value in flex.items()}
+    return speed(rows, {title: column for title, column in more.items() if column})
+
+
+def case_of(row: Row) -> Case:
+    given = {field.name: row[field.name] for field in fields(Case) if field.name in row}
+    return Case(**given | {"documents": tuple(row.get("documents", ()))})
+
+
+#: What shows a suite; the others have `speed`.
+OF_SUITES = {"window": windows, "scores": scores}
 
 
 def lengths(rows: Sequence[Row]) -> str:

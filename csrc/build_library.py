@@ -176,7 +176,7 @@ def narrow_to_example() -> None:
         info = json.loads(torch.ops.flash_cute.build_info())
         held = [arch for arch in ARCHS if f"sm_{arch}" in info["archs"]]
         if 64 in info["head_dims"] and {*archs} <= {*held}:
-            head_dims, archs = info["head_dims"], held
+            head_dims, archs = [*info["head_dims"], *info.get("large_head_dims", [])], held
     os.environ["FLASH_CUTE_HEAD_DIMS"] = ",".join(map(str, head_dims))
     os.environ["FLASH_CUTE_ARCHS"] = ",".join(archs)
 

@@ -2,6 +2,10 @@
 
     python -m examples.train_gpt
     python -m examples.train_gpt --attention sdpa --compile --json sdpa.json
+    python -m examples.train_gpt --pack
+
+With --pack it trains on documents of different lengths, twice: padded, and packed without padding,
+by `flash_cute.forward_varlen`.
 
 The vocabulary is the 256 bytes. Sizes that are not given depend on the device: 32 million
 parameters on a GPU, a tiny model on the CPU. The initial weights and the batches depend on the
@@ -21,6 +25,7 @@ import sysconfig
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +55,8 @@ def causal_attention(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
+    """x (B, N, width), or packed (T, width) with `ends`, the cu_seqlens of its documents."""
+
     def __init__(self, width: int, heads: int, attention: str) -> None:
         super().__init__()
         self.heads, self.attention = heads, attention
@@ -58,30 +65,38 @@ class Block(nn.Module):
         self.proj = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ends: Tensor | None) -> Tensor:
         qkv = self.qkv(self.norm1(x))
-        q, k, v = rearrange(qkv, "b n (qkv h d) -> qkv b h n d", qkv=3, h=self.heads)
-        out = causal_attention(self.attention, q, k, v)
-        x = x + self.proj(rearrange(out, "b h n d -> b n (h d)"))
+        if ends is None:
+            q, k, v = rearrange(qkv, "b n (qkv h d) -> qkv b h n d", qkv=3, h=self.heads)
+            out = causal_attention(self.attention, q, k, v)
+            out = rearrange(out, "b h n d -> b n (h d)")
+        else:
+            q, k, v = rearrange(qkv, "t (qkv h d) -> qkv t h d", qkv=3, h=self.heads)
+            out = flash_cute.forward_varlen(q, k, v, ends, is_causal=True)[0].flatten(1)
+        x = x + self.proj(out)
         x = x + self.down(F.gelu(self.up(self.norm2(x))))
         return x
 
 
 class GPT(nn.Module):
-    """Tokens (B, N) -> logits (B, N, 256)."""
+    """Tokens (B, N) -> logits (B, N, 256), of sequences that all begin at position 0. Or of packed
+    documents: tokens and positions (T,), ends (B + 1,) -> logits (T, 256)."""
 
     def __init__(self, length: int, layers: int, width: int, heads: int, attention: str) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads, attention) for _ in range(layers)))
+        self.blocks = nn.ModuleList(Block(width, heads, attention) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:  # neither a bias nor a norm
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        logits: Tensor = self.head(self.norm(self.blocks(x)))
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None = None) -> Tensor:
+        x = self.token(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x, ends)
+        logits: Tensor = self.head(self.norm(x))
         return logits
 
 
@@ -100,13 +115,35 @@ def standard_library() -> tuple[Tensor, Tensor]:
     return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
 
 
-def loss_of(model: nn.Module, text: Tensor, starts: Tensor, length: int) -> Tensor:
-    """The mean cross entropy, in nats a byte, of the sequences that begin at `starts`."""
-    places = starts.to(text.device)[:, None] + torch.arange(length + 1, device=text.device)
-    sequences = text[places].long()
-    with torch.autocast(text.device.type, torch.bfloat16):
-        logits = model(sequences[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), sequences[:, 1:].flatten())
+def draw_lengths(count: int, args: argparse.Namespace, generator: torch.Generator) -> Tensor:
+    """With --pack, lengths of documents as corpora have them: most short, a few long."""
+    if not args.pack:
+        return torch.full((count,), args.length)
+    lengths = torch.empty(count).log_normal_(math.log(args.length / 4), generator=generator)
+    return lengths.long().clamp(1, args.length)
+
+
+def loss_of(
+    model: nn.Module, text: Tensor, starts: Tensor, lengths: Tensor, is_packed: bool
+) -> Tensor:
+    """The mean cross entropy, in nats a byte, of the documents that begin at `starts`: one after
+    the other, or padded to the longest. Both are on the CPU, so nothing waits for the GPU."""
+    device, total, longest = text.device, int(lengths.sum()), int(lengths.max())
+    starts, lengths = starts.to(device), lengths.to(device)
+    if is_packed:
+        document = torch.repeat_interleave(lengths, output_size=total)  # 0 0 0 1 2 2 ...
+        ends = F.pad(lengths.cumsum(0), (1, 0)).int()
+        positions = torch.arange(total, device=device) - ends[document]
+        places, inputs = starts[document] + positions, (positions, ends)
+        is_padding = torch.zeros_like(places, dtype=torch.bool)
+    else:
+        positions = torch.arange(longest, device=device)
+        places, inputs = starts[:, None] + positions, (positions,)
+        is_padding = positions >= lengths[:, None]  # behind all that a causal mask shows
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(text[places].long(), *inputs)
+    targets = text[places + 1].long().masked_fill(is_padding, -100)  # which counts for nothing
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
 def factor(step: int, steps: int) -> float:
@@ -124,18 +161,21 @@ def check_finite(losses: Tensor) -> None:
         sys.exit(f"train_gpt: the loss of step {step} is {losses[step]} (lower the --lr?)")
 
 
-def train(model: nn.Module, text: Tensor, args: argparse.Namespace) -> tuple[list[float], float]:
+def train(
+    model: nn.Module, text: Tensor, args: argparse.Namespace, is_packed: bool
+) -> tuple[list[float], float]:
     """The loss of each step, and tokens a second after the first step (which compiles)."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step, args.steps))
     generator = torch.Generator().manual_seed(args.seed)
-    losses = torch.zeros(args.steps, device=text.device)
+    losses, tokens = torch.zeros(args.steps, device=text.device), 0
     bar = tqdm(range(args.steps), mininterval=0.1 if sys.stderr.isatty() else 10)
     for step in bar:
         starts = torch.randint(len(text) - args.length, (args.batch,), generator=generator)
-        loss = loss_of(model, text, starts, args.length)
+        lengths = draw_lengths(args.batch, args, generator)
+        loss = loss_of(model, text, starts, lengths, is_packed)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -147,17 +187,20 @@ def train(model: nn.Module, text: Tensor, args: argparse.Namespace) -> tuple[lis
             bar.set_postfix(loss=f"{losses[step]:.3f}", refresh=False)
         if step == 0:
             start = time.perf_counter()
+        else:
+            tokens += int(lengths.sum())
     check_finite(losses)
-    seconds = time.perf_counter() - start
-    return losses.tolist(), (args.steps - 1) * args.batch * args.length / seconds
+    return losses.tolist(), tokens / (time.perf_counter() - start)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, text: Tensor, args: argparse.Namespace) -> float:
-    """The mean loss of sequences that are spread evenly over the text."""
-    starts = torch.linspace(0, len(text) - args.length - 1, EVAL_BATCHES * args.batch).long()
-    losses = [loss_of(model, text, batch, args.length) for batch in starts.split(args.batch)]
-    return float(torch.stack(losses).mean())
+def evaluate(model: nn.Module, text: Tensor, args: argparse.Namespace, is_packed: bool) -> float:
+    """The mean loss of documents that are spread evenly over the text."""
+    count = EVAL_BATCHES * args.batch
+    starts = torch.linspace(0, len(text) - args.length - 1, count).long()
+    lengths = draw_lengths(count, args, torch.Generator().manual_seed(args.seed))
+    batches = zip(starts.split(args.batch), lengths.split(args.batch), strict=True)
+    return float(torch.stack([loss_of(model, text, *x, is_packed) for x in batches]).mean())
 
 
 def plot(losses: list[float], held_out: float, title: str, path: Path) -> None:
@@ -182,6 +225,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.train_gpt")
     parser.add_argument("--attention", default="flash_cute", choices=ATTENTIONS)
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--pack", action="store_true", help="documents, padded and packed")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True)")
     for name, gpu_size in GPU_SIZES.items():
         text = f"{gpu_size} on a GPU, {CPU_SIZES[name]} on the CPU, if not given"
@@ -196,6 +240,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, size in (GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
         if getattr(args, name) is None:
             setattr(args, name, size)
+    if args.pack and args.attention != "flash_cute":
+        parser.error(f"--pack takes flash_cute's attention, not {args.attention}'s")
     if args.steps < 2:
         parser.error("--steps must be at least 2: the first is not timed")
     if args.width % args.heads:
@@ -215,36 +261,50 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def run(
+    text: Tensor, held_out: Tensor, args: argparse.Namespace, is_packed: bool
+) -> dict[str, Any]:
+    """Trains a model of its own; what is known of it."""
+    torch.manual_seed(args.seed)  # weights and batches are drawn on the CPU, alike on every device
+    model = GPT(args.length, args.layers, args.width, args.heads, args.attention).to(args.device)
+    if args.compile:
+        model.compile(fullgraph=True)
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    losses, speed = train(model, text, args, is_packed)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the whole process
+    if args.device == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    last, held_out_loss = losses[-100:], evaluate(model, held_out, args, is_packed)
+    print(f"{speed:,.0f} tokens a second, peak memory {peak / 2**20:,.0f} MiB")
+    print(f"mean loss of the last {len(last)} steps {statistics.mean(last):.4f}")
+    print(f"loss on held-out text {held_out_loss:.4f}", flush=True)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()), "tokens_per_second": speed,
+        "peak_memory_bytes": peak, "last_loss": statistics.mean(last),
+        "held_out_loss": held_out_loss, "losses": losses,
+    }  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     text, held_out = (x.to(args.device) for x in standard_library())
     if args.length >= min(len(text), len(held_out)):
         sys.exit(f"train_gpt: --length {args.length}: only {len(held_out)} bytes are held out")
-    torch.manual_seed(args.seed)  # weights and batches are drawn on the CPU, alike on every device
-    model = GPT(args.length, args.layers, args.width, args.heads, args.attention).to(args.device)
-    parameters = sum(p.numel() for p in model.parameters())
     device = torch.cuda.get_device_name() if args.device == "cuda" else "the CPU"
-    title = f"GPT of {parameters / 1e6:.1f}M parameters on {device}, attention {args.attention}"
-    print(f"{title}\n{len(text):,} bytes of text, and {len(held_out):,} held out", flush=True)
-    if args.compile:
-        model.compile(fullgraph=True)
-
-    losses, speed = train(model, text, args)
-    last = losses[-100:]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # of the whole process
-    if args.device == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    held_out_loss = evaluate(model, held_out, args)
-    print(f"{speed:,.0f} tokens a second, peak memory {peak / 2**20:,.0f} MiB")
-    print(f"mean loss of the last {len(last)} steps {statistics.mean(last):.4f}")
-    print(f"loss on held-out text {held_out_loss:.4f}")
-    plot(losses, held_out_loss, title, args.out)
+    print(f"{len(text):,} bytes of text, and {len(held_out):,} held out, on {device}", flush=True)
+    padded = {}
+    if args.pack:
+        print("documents, padded:")
+        padded = {"padded": run(text, held_out, args, is_packed=False)}
+        print("documents, packed:")
+    result = run(text, held_out, args, args.pack)
+    size = f"GPT of {result['parameters'] / 1e6:.1f}M parameters"
+    title = f"{size} on {device}, attention {args.attention}{', packed' if args.pack else ''}"
+    plot(result["losses"], result["held_out_loss"], title, args.out)
     if args.json:
-        result = vars(args) | {
-            "device": device, "torch": torch.__version__, "python": platform.python_version(),
-            "parameters": parameters, "tokens_per_second": speed, "peak_memory_bytes": peak,
-            "last_loss": statistics.mean(last), "held_out_loss": held_out_loss, "losses": losses,
-        }  # fmt: skip
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        result = vars(args) | {"device": device} | versions | result | padded
         args.json.write_text(json.dumps(result, default=str) + "\n")
     print("wrote", *filter(None, (args.out, args.json)))
     return 0

@@ -119,7 +119,7 @@ def _driver() -> str:
 def _check(device: torch.device) -> bool:
     """Compares dtype x head dim x mask with the reference, printing a line for each."""
     dtypes = GPU_DTYPES if device.type == "cuda" else CPU_DTYPES
-    head_dims = ops.build_info()["head_dims"]
+    head_dims = [*ops.build_info()["head_dims"], *ops.build_info()["large_head_dims"]]
     cases = list(itertools.product(dtypes, head_dims, (False, True)))
     len_q, len_k = LENGTHS[device.type]
     shape = f"B {BATCH}, Hq {HEADS_Q}, Hkv {HEADS_KV}, Nq {len_q}, Nk {len_k}"

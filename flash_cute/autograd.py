@@ -101,8 +101,11 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     )
 
 
-def _fwd_autograd(*tensors: Tensor | None, **keywords: Any) -> Any:
+def _fwd_autograd(q: Tensor, *others: Tensor | None, **keywords: Any) -> Any:
+    tensors = q, *others
     if _is_differentiated(*tensors):
+        if (error := checks.refusal_of_gradient(q)) is not None:
+            raise error
         return _Attention.apply(keywords, *tensors)
     with below_autograd():
         return ops.fwd(*tensors, **keywords)

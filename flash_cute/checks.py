@@ -19,14 +19,12 @@ from flash_cute import ops
 
 MAX_LENGTH = ops.build_info()["max_length"]
 MAX_HEAD_DIM = ops.build_info()["max_head_dim"]
+#: Of gradients on GPUs.
+MAX_HEAD_DIM_BWD = ops.build_info()["max_head_dim_bwd"]
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What `arch` may be.
 ARCHS = ("sm80", "sm90")
-
-#: What the kernels do not serve yet, while the CPU does. The op on CUDA has the same list
-#: (csrc/cute_fa2/torch/tensors.h: check_served).
-NOT_ON_GPUS = ("alibi_slopes", "bias", "softcap")
 
 #: What to use instead where flash_cute cannot.
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
@@ -128,6 +126,16 @@ def refusal(
 def lse_shape(q: Tensor) -> tuple[int, ...]:
     """Of the LSE to a q (B, H, N, D) or packed (T, H, D)."""
     return tuple(q.shape[:3]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def refusal_of_gradient(q: Tensor) -> Exception | None:
+    """As `refusal`, where a gradient is asked for."""
+    if q.device.type != "cuda" or q.shape[-1] <= MAX_HEAD_DIM_BWD:
+        return None
+    return NotImplementedError(
+        f"q has head dim {q.shape[-1]} and a gradient is asked for: on GPUs there are none above "
+        f"head dim {MAX_HEAD_DIM_BWD}; call it under torch.no_grad(), or use {SDPA}"
+    )
 
 
 def refusal_of_derivatives(tensors: dict[str, Tensor | None]) -> Exception | None:

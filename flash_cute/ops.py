@@ -70,7 +70,8 @@ class TileOfAnyArch(TypedDict):
     block_m: int  #: query rows of a tile; in the backward, of a block
     block_n: int  #: keys of a block; in the backward, of a tile
     warps: int
-    stages: int  #: blocks in shared memory: of keys; in the backward, of query rows
+    #: Blocks in shared memory: of keys; in the backward, of query rows. Or chunks of K and V.
+    stages: int
     smem_bytes: int
     ctas_per_sm: int  #: CTAs that fit a multiprocessor together
     max_registers: int  #: registers of a thread, of what the register file has then
@@ -81,6 +82,9 @@ class Tile(TileOfAnyArch, total=False):
 
     # sm80's forward only.
     column_warps: int  #: how many of the warps share their query rows
+    k_columns: int  #: of a chunk of K, which has all of a block's keys; 0: there are no chunks
+    v_keys: int  #: of a chunk of V
+    v_columns: int  #: likewise
     # sm90's forward only.
     split_kv: int  #: 1 if it serves split-KV, else 0
     packed: int  #: 1 if it serves packed and padded sequences, else 0
@@ -96,8 +100,10 @@ class BuildInfo(TypedDict):
     cuda_runtime: int  #: as CUDA counts: 13000 is 13.0
     max_length: int  #: sequence lengths are at most this
     max_head_dim: int  #: head dims are at most this
+    max_head_dim_bwd: int  #: those of gradients on GPUs
     archs: list[str]
     head_dims: list[int]
+    large_head_dims: list[int]  #: of sm80's forward alone
     left_out: str  #: what FLASH_CUTE_HEAD_DIMS and FLASH_CUTE_ARCHS left out
     tiles: list[Tile]
 

@@ -34,26 +34,7 @@ def refusal_of_op(
         checks.refusal(q, k, v, False, softmax_scale, is_packed=is_packed)
         or refusal_of_softcap(softcap)
         or refusal_of_tensors(q, k, tensors)
-        or refusal_on_gpus(q.device, tensors, softcap)
     )
-
-
-def refusal_on_gpus(
-    device: torch.device, tensors: dict[str, Tensor | None], softcap: float
-) -> Exception | None:
-    """As `checks.refusal`, of what the kernels do not serve yet."""
-    if device.type != "cuda":
-        return None
-    given = {name for name, x in tensors.items() if x is not None}
-    if softcap != 0:
-        given.add("softcap")
-    for name in checks.NOT_ON_GPUS:
-        if name in given:
-            return NotImplementedError(f"{name} is given and q is on {device}: {NOT_YET}")
-    return None
-
-
-NOT_YET = "the kernels do not serve it yet; the CPU does"
 
 
 def refusal_of_tensors(q: Tensor, k: Tensor, tensors: dict[str, Tensor | None]) -> Exception | None:
@@ -158,7 +139,9 @@ def _is_integer(x: Any) -> bool:
     return isinstance(x, (int, torch.SymInt, numbers.Integral)) and not isinstance(x, bool)
 
 
-def refusal_of_gradients(tensors: dict[str, Tensor | None], out: Any) -> Exception | None:
+def refusal_of_gradients(
+    q: Tensor, tensors: dict[str, Tensor | None], out: Any
+) -> Exception | None:
     """As `checks.refusal`, of tensors that ask for a gradient where there is none."""
     if not torch.is_grad_enabled():
         return None
@@ -167,6 +150,8 @@ def refusal_of_gradients(tensors: dict[str, Tensor | None], out: Any) -> Excepti
             continue
         if name == "alibi_slopes":
             return ValueError(f"{name} requires a gradient, and there is none; detach it")
+        if (error := checks.refusal_of_gradient(q)) is not None:
+            return error
         if out is not None:
             return ValueError(
                 f"out is given and {name} requires a gradient: call it under torch.no_grad(), or "

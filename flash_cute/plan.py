@@ -82,6 +82,7 @@ BACKWARD = (
 #: What else the answer has of the tile's entry. Not for people.
 UNSEEN = {
     *("op", "mask", "head_dim_v", "column_warps", "max_registers", "split_kv", "q_stages"),
+    *("k_columns", "v_keys", "v_columns"),
     *("ping_pong", "producer_registers", "consumer_registers", "rows_per_query"),
 }
 
@@ -133,8 +134,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"Not served: {str(error).splitlines()[0]}")
         return 1
     rows = [("call", _call(args)), ("GPU", _gpu(gpu_name, device)), *description(answer)]
-    if args.Dv != args.D or max(args.window) >= 0:
-        rows.append(("not yet", "forward takes no windows, and no v with a head dim of its own"))
+    if args.Dv != args.D:
+        rows.append(("not yet", "forward takes no v with a head dim of its own"))
     width = max(len(row[0]) for row in rows)
     for title, text in rows:
         print(f"{title:{width}}  {text}")
@@ -177,7 +178,10 @@ def description(answer: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     rest = {key: value for key, value in answer.items() if key not in UNSEEN}
     is_forward = answer.get("op") != "bwd"
-    names = {**answer, "walks": "key blocks" if is_forward else "query blocks"}
+    walks = "key blocks" if is_forward else "query blocks"
+    if answer.get("k_columns"):  # of a block
+        walks = "chunks of K or V"
+    names = {**answer, "walks": walks}
     for title, text in FORWARD if is_forward else BACKWARD:
         keys = [key for _, key, _, _ in string.Formatter().parse(text) if key]
         if all(names.get(key, "") != "" for key in keys):

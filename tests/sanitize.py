@@ -75,6 +75,13 @@ def main() -> None:
             for tuning in ("arch=80", SMALL_SHARED_MEMORY):
                 assert_close(bwd(tuning=tuning), in_order)
             assert_close(bwd(tuning="head_splits=1", deterministic=not knows_out), in_order)
+    for head_dim, shape in itertools.product([*build["large_head_dims"], 257, 1000], SHAPES):
+        heads, heads_kv, len_q, len_k, is_causal = shape
+        q = torch.randn(1, heads, len_q, head_dim).to("cuda", torch.bfloat16)
+        k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", torch.bfloat16)
+        call = functools.partial(ops.fwd, q, k, v, window_right=0 if is_causal else -1)
+        assert_close(call(), call(tuning=SMALL_SHARED_MEMORY))
+        assert_close(call(tuning="splits=2"), call(tuning="splits=1"))
     for head_dim, lengths in itertools.product(build["head_dims"], PACKED):
         check_packed(head_dim, lengths, ("arch=80", "arch=90") if has_sm90 else ("arch=80",))
     print("all calls done")

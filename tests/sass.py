@@ -25,6 +25,7 @@ CONFIG = {
     ("sm80", "fwd"): (
         *("head_dim", "head_dim_v", "block_m", "block_n"),
         *("row_warps", "pipelined_qk", "column_warps"),
+        *("chunk_stages", "k_columns", "v_keys", "v_columns"),
     ),
     ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),
     ("sm90", "fwd"): (
@@ -40,6 +41,8 @@ MANGLED = re.compile(
     r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq)Kernel\S*?(Fwd|Bwd|Dq)ConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?"
     r"\S*?MaskKindE(\d)"
 )
+#: As MaskKind numbers them.
+MASKS = ("full", "banded", "packed", "scored")
 #: An instruction, without its predicate.
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(.*?)\s*;", re.MULTILINE)
 
@@ -90,7 +93,7 @@ class Kernel:
     arch: str
     config: dict[str, int]
     is_split_kv: bool
-    is_packed: bool
+    mask: str
     text: str
     op: str = "fwd"
 
@@ -117,7 +120,9 @@ def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
     arch, op = entry["arch"], entry["op"]
     if op == "fwd" and arch == "sm80":
         row_warps = entry["warps"] // entry["column_warps"]
-        entry = {**entry, "row_warps": row_warps, "pipelined_qk": entry["stages"] - 1}
+        is_chunked = entry["k_columns"] > 0
+        entry = {**entry, "row_warps": row_warps, "chunk_stages": is_chunked * entry["stages"]}
+        entry["pipelined_qk"] = 0 if is_chunked else entry["stages"] - 1
     return _tile(arch, op, {**entry, "consumers": entry["warps"] // 4 - 1})
 
 
@@ -135,8 +140,8 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
         if mangled and mangled[1].lower() == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
-            is_split_kv, is_packed = mangled[3] is not None, mangled[4] == "2"
-            found.append(Kernel(name, arch, config, is_split_kv, is_packed, text, op))
+            is_split_kv, mask = mangled[3] is not None, MASKS[int(mangled[4])]
+            found.append(Kernel(name, arch, config, is_split_kv, mask, text, op))
     return found
 
 

@@ -48,6 +48,8 @@ GPU_KERNELS = pytest.mark.parametrize(
 preferred_arch: str | None = None
 
 HEAD_DIMS = [1, 3, 8, 20, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256]
+#: Those without a gradient on GPUs.
+LARGE_HEAD_DIMS = [257, 320, 384, 385, 512, 513, 640, 768, 1000, 1024]
 #: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.
 LENGTHS = [
     *((n, n) for n in (1, 63, 64, 65, 127, 128, 129, 300)),
@@ -172,12 +174,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def random_call(
-    seed: int, dtype: torch.dtype, device: str = "cpu"
+    seed: int, dtype: torch.dtype, device: str = "cpu", *, large: bool = False
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """q, k and v, and the other arguments of `check`, drawn at random around the tiles' sizes: all
-    at once what other tests change one at a time."""
+    at once what other tests change one at a time. `large`: the head dim is above 256."""
     dice = random.Random(seed)
-    head_dim = dice.choice([dice.randint(1, 256), dice.choice(HEAD_DIMS)])
+    least, most, some = (257, 1024, LARGE_HEAD_DIMS) if large else (1, 256, HEAD_DIMS)
+    head_dim = dice.choice([dice.randint(least, most), dice.choice(some)])
     heads_kv, group = dice.randint(1, 3), dice.choice([1, 1, 2, 3, 5, 8])
     len_q = dice.choice([1, dice.randint(2, 20), dice.randint(20, 140), dice.randint(100, 330)])
     len_k = dice.choice([dice.randint(0, 5), dice.randint(1, 140), dice.randint(100, 420), len_q])

@@ -334,3 +334,17 @@ def test_checkpoints(compiled, monkeypatch):
         runs.clear()
         assert_close(gradients_of(step, *qkv), expected)
         assert len(runs) == forwards
+
+
+def test_large_head_dims_have_no_gradient_on_gpus():
+    """The CPU has it: test_backward.py. Nothing is launched: these tensors have no memory."""
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 5, 320, device="cuda", dtype=torch.float16, requires_grad=True)
+        for call in (flash_cute.forward, ops.fwd):
+            with pytest.raises(NotImplementedError, match="q has head dim 320 and a gradient"):
+                call(q, q, q)
+            with torch.no_grad():
+                assert call(q, q, q)[0].shape == q.shape
+        q = q.detach()
+        with pytest.raises(NotImplementedError, match="none above head dim 256"):
+            ops.bwd(q, q, q, q, q, torch.empty(1, 2, 5, device="cuda"))

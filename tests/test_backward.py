@@ -39,6 +39,14 @@ def test_head_dims_and_dtypes(device, dtype, head_dim, is_causal):
 
 
 @BOTH_MASKS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_head_dims_on_the_cpu(dtype, is_causal):
+    for head_dim in (257, 1024):
+        inputs = random_inputs(1, 4, 65, head_dim, heads_kv=2, len_k=93, dtype=dtype)
+        check_gradients(*map(poisoned, inputs), is_causal)
+
+
+@BOTH_MASKS
 @pytest.mark.parametrize("len_q, len_k", [*LENGTHS, (0, 5), (5, 0), (300, 300)])
 @SOME
 def test_lengths(device, dtype, len_q, len_k, is_causal):

@@ -25,8 +25,8 @@ from bench import (
     tables,
 )
 from bench.baselines import PROVIDERS
-from bench.cases import OPS, SUITES, Case, make_inputs, square
-from flash_cute import reference
+from bench.cases import OPS, SCORES, SUITES, Case, make_inputs, square
+from flash_cute import plan, reference
 from flash_cute.ops import build_info
 
 CPU = torch.device("cpu")
@@ -75,6 +75,22 @@ def test_visible_pairs_are_counted_exactly(q_len: int, kv_len: int) -> None:
     assert small(False, q_len, kv_len).visible_pairs() == q_len * kv_len
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(20, 20), (7, 33), (33, 7)])
+@pytest.mark.parametrize("window", [-1, 0, 4, 40])
+def test_visited_blocks_are_those_that_the_mask_touches(
+    window: int, q_len: int, kv_len: int
+) -> None:
+    case = small(True, q_len, kv_len, window=window)
+    offset = kv_len - q_len
+    mask = torch.ones(q_len, kv_len).tril(offset)
+    if window >= 0:
+        mask = mask.triu(offset - window)
+    padded = torch.nn.functional.pad(mask, (0, -kv_len % 4, 0, -q_len % 6))
+    touched = padded.unflatten(1, (-1, 4)).unflatten(0, (-1, 6)).amax((1, 3))
+    assert case.visited_pairs(6, 4) == int(touched.sum()) * 6 * 4
+    assert case.visited_pairs(1, 1) == int(mask.sum())
+
+
 def test_flops_and_bytes() -> None:
     full = square(4, 4096, 16, 128, causal=False)
     assert full.flops() == 4 * 4 * 16 * 4096 * 4096 * 128
@@ -84,6 +100,11 @@ def test_flops_and_bytes() -> None:
     continued = Case(1, 2, 1, 10, 100, 64, causal=True)
     assert continued.flops() == 4 * 2 * 64 * sum(range(91, 101))
     assert Case(8, 32, 8, 1, 4096, 128, True).kv_bytes() == 2 * 8 * 8 * 4096 * 128 * 2
+    tensors = make_inputs(small(), CPU)
+    results = flash_cute.forward(*tensors)
+    assert small().bytes() == sum(x.nbytes for x in (*tensors, *results))
+    backward = *tensors, *results, *tensors, results[0]  # with gradients
+    assert small(op="bwd").bytes() == sum(x.nbytes for x in backward)
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
@@ -105,8 +126,8 @@ def test_pieces_cover_a_case_and_change_nothing(case: Case) -> None:
 
     tensors = make_inputs(case, CPU)
     results = {"rounded": (reference.attention(*tensors, case.causal)[0].to(torch.bfloat16), None)}
-    pieced = check.check(case, *tensors, results, limit=400)["rounded"]
-    whole = check.check(case, *tensors, results)["rounded"]
+    pieced = check.check(case, tensors, results, limit=400)["rounded"]
+    whole = check.check(case, tensors, results)["rounded"]
     assert pieced["correct"] and whole["correct"] and whole["lse_error"] is None
     assert pieced["error"] == pytest.approx(whole["error"]) != 0
 
@@ -118,7 +139,7 @@ def test_check_finds_wrong_results() -> None:
     holed, shifted = out.clone(), lse + 1e-3
     holed[1, 2, 3, 4] = torch.nan
     results = {"right": (out, None), "nan": (holed, None), "lse": (out, shifted)}
-    errors = check.check(case, q, k, v, results)
+    errors = check.check(case, (q, k, v), results)
     assert errors["right"]["correct"]
     assert not errors["nan"]["correct"] and errors["nan"]["error"] == float("inf")
     assert not errors["lse"]["correct"]
@@ -132,9 +153,9 @@ def test_check_of_gradients_finds_wrong_results(kv_heads: int) -> None:
     holed = right[0].clone(), *right[1:]
     holed[0][1, 2, 3, 4] = torch.nan
     results = {"right": right, "nan": holed, "shifted": (*right[:2], right[2] + 0.1)}
-    whole = check.check_gradients(case, q, k, v, dout, results)
+    whole = check.check_gradients(case, (q, k, v, dout), results)
     assert [row["correct"] for row in whole.values()] == [True, False, False]
-    pieced = check.check_gradients(case, q, k, v, dout, results, limit=1)
+    pieced = check.check_gradients(case, (q, k, v, dout), results, limit=1)
     for name, row in pieced.items():
         assert row["correct"] == whole[name]["correct"]
         assert row["errors"] == pytest.approx(whole[name]["errors"])
@@ -152,6 +173,65 @@ def test_rows(op: str) -> None:
         assert row["ms"] >= row["ms_min"] > 0 and len(row["round_ms"]) == 2 and row["iters"] == 2
         assert row["tflops"] == pytest.approx(case.flops() / row["ms"] * 1e-9)
     assert op != "fwd" or rows["flash_cute"]["lse_error"] < 1e-5
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_changed_scores(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    providers = [PROVIDERS[name] for name in ("flash_cute", "flex", "fa2")]
+    case = small(score=score)
+    ours, flex, fa2 = harness.measure(case, providers, FAST)
+    assert ours["correct"] and flex["correct"] and fa2["status"] == "skipped"
+    assert ours["score"] == score
+    tensors = make_inputs(case, CPU)
+    plain = {"plain": flash_cute.forward(*tensors[:3], is_causal=True)}
+    assert not check.check(case, tensors, plain)["plain"]["correct"]
+
+    case = small(score=score, op="bwd")
+    (row,) = harness.measure(case, providers[:1], FAST)
+    assert row["correct"] and len(row["errors"]) == (4 if "trained" in score else 3)
+    tensors = make_inputs(case, CPU)
+    right = baselines.bind_op(PROVIDERS["flash_cute"], case, tensors)()
+    for i in range(len(right)):
+        wrong = {"wrong": (*right[:i], right[i] + 1, *right[i + 1 :])}
+        assert not check.check_gradients(case, tensors, wrong)["wrong"]["correct"]
+
+
+def test_tables_of_windows_and_scores() -> None:
+    """Times as multiples of the ideal, and of the plain kernel's."""
+    rows = []
+    for case, ms in ((small(), 8.0), (small(window=3), 3.0), (small(window=9), 3.0)):
+        row = {**case.to_dict(), "provider": "flash_cute", "status": "ok", "ms": ms, "tflops": 1.0}
+        row |= {"tile": (8, 8), "copy_ms": 1.0}  # of the 6 blocks, windows touch 5 and 6
+        rows.append(row)
+    lines = tables.windows(rows).splitlines()
+    assert "flash_cute / ideal" in lines[0] and "sm80" not in lines[0]
+    ends = [line.split("|")[-2].strip() for line in lines[2:]]
+    assert ends == ["-", "0.45x", "0.38x"]
+    rows[1]["copy_ms"] = 10.0
+    assert "0.30x" in tables.windows(rows)
+
+    rows = [{**rows[0], "score": score, "name": score, "ms": ms} for score, ms in
+            (("softcap", 12.0), ("bias", 16.0))] + rows[:1]  # fmt: skip
+    flex = [{**rows[0], "provider": "flex", "ms": 24.0}]
+    text = tables.scores(rows + flex).splitlines()
+    assert [cell.strip() for cell in text[0].split("|")[-3:-1]] == [
+        "flash_cute / plain", "flash_cute to flex",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in text[2].split("|")[-3:-1]] == ["1.50x", "2.00x"]
+
+
+def test_rows_have_what_an_ideal_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's tile, and the time of a copy."""
+    (row,) = harness.measure(small(window=3), [PROVIDERS["flash_cute"]], FAST)
+    assert row["tile"] == (128, 128) and row["copy_ms"] > 0 and row["correct"]
+    monkeypatch.setattr(plan, "device_here", lambda: plan.DEVICES["h100"])
+    for op, tuning in (("fwd", ""), ("bwd", ""), ("bwd", "arch=80")):
+        case = square(1, 8192, 16, 128, True, window=1023, op=op)
+        arch = "sm80" if tuning else "sm90"
+        tile = harness.tile_of(case, tuning, torch.device("cuda"))
+        known = [x for x in build_info()["tiles"] if (x["arch"], x["op"]) == (arch, op)]
+        assert tile in [(x["block_m"], x["block_n"]) for x in known if x["head_dim"] == 128]
 
 
 def test_decoding_rows_have_a_bandwidth() -> None:
@@ -257,7 +337,7 @@ def test_iterations_follow_the_budget() -> None:
         ("--device cpu --tuning splits=4", "--tuning is of the GPU's kernels"),
         ("--tuning splits", "not of the form"),
         ("--seed 18446744073709551616", "is not from -2**63"),
-        ("--D 257", "above 256"),
+        ("--D 1025", "above 1024"),
         ("--D 0", "at least 1"),
         ("--json bench", "is a folder"),
         ("--json README.md/x.json", "cannot be written"),
@@ -412,9 +492,18 @@ def test_a_wheel_is_measured_in_a_process(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_triton_kernel_on_the_gpu() -> None:
+@pytest.mark.parametrize(
+    ("peer", "case"),
+    [
+        ("triton", small(q_len=130, kv_len=200, head_dim=64)),
+        ("triton", small(False, head_dim=40)),
+        ("fa2", small(q_len=130, kv_len=200, head_dim=64)),
+        ("flex", small(q_len=128, kv_len=128, head_dim=64, score="alibi", op="bwd")),
+        ("flex", small(q_len=128, kv_len=128, head_dim=64, score="trained bias", op="bwd")),
+    ],
+)
+def test_peers_on_the_gpu(peer: str, case: Case) -> None:
     pytest.importorskip("triton")
     gpu = harness.Options(device=torch.device("cuda"), rounds=1, iters=1, check=True)
-    for case in (small(q_len=130, kv_len=200, head_dim=64), small(False, head_dim=40)):
-        (row,) = harness.measure(case, [PROVIDERS["triton"]], gpu)
-        assert row["status"] == "ok" and row["correct"], row
+    (row,) = harness.measure(case, [PROVIDERS[peer]], gpu)
+    assert row["status"] == "ok" and row["correct"], row

@@ -313,7 +313,7 @@ def test_wheel(tmp_path: Path) -> None:
     info = build_info()
     variables = {
         "FLASH_CUTE_MANYLINUX": "1",
-        "FLASH_CUTE_HEAD_DIMS": ",".join(map(str, info["head_dims"])),
+        "FLASH_CUTE_HEAD_DIMS": ",".join(map(str, [*info["head_dims"], *info["large_head_dims"]])),
         "FLASH_CUTE_ARCHS": ",".join(arch[3:] for arch in info["archs"] if arch.startswith("sm_")),
     }
     plan = run_hook(

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")
-DOCUMENTS = [*(ROOT / name for name in NAMES), *(ROOT / "csrc").rglob("*.md")]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FOLDERS = ("csrc", "examples")
+DOCUMENTS = [
+    *(ROOT / name for name in NAMES),
+    *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+]
 
 
 def test_example_of_the_readme() -> None:

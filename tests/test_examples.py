@@ -76,6 +76,27 @@ def test_train_gpt(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert other["losses"] != pytest.approx(ours["losses"], abs=0.002)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_train_gpt_on_packed_documents(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = trained(tmp_path, device, "--pack")
+    padded = packed["padded"]
+    assert capsys.readouterr().out.count("tokens a second, peak memory") == 2
+    assert packed["losses"] == pytest.approx(padded["losses"], abs=0.002)
+    assert packed["held_out_loss"] == pytest.approx(padded["held_out_loss"], abs=0.002)
+    assert packed["losses"][-1] < 5 and padded["tokens_per_second"] > 0
+
+    # Documents that see each other train otherwise.
+    forward = flash_cute.forward_varlen
+    monkeypatch.setattr(
+        flash_cute, "forward_varlen", lambda q, k, v, ends, **x: forward(q, k, v, ends[::4], **x)
+    )
+    mixed = trained(tmp_path, device, "--pack")
+    assert mixed["padded"]["losses"] == pytest.approx(padded["losses"], abs=0.002)
+    assert mixed["losses"] != pytest.approx(padded["losses"], abs=0.002)
+
+
 def test_train_gpt_ends_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(q: torch.Tensor, *_: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, None]:
         return q * torch.nan, None
@@ -94,6 +115,7 @@ def test_train_gpt_ends_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("--steps 1", "at least 2"),
         ("--lr nan", "--lr nan is not positive"),
         ("--attention fast", "invalid choice: 'fast'"),
+        ("--attention sdpa --pack", "--pack takes flash_cute's attention, not sdpa's"),
     ],
 )
 def test_train_gpt_refuses(
@@ -102,6 +124,27 @@ def test_train_gpt_refuses(
     with pytest.raises(SystemExit):
         trained(tmp_path, "cpu", *words.split())
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masks(device: str, tmp_path: Path) -> None:
+    """Calls see what the reference says; the picture's legends are right."""
+    pytest.importorskip("matplotlib")
+    from examples import masks
+
+    for call in masks.CALLS:
+        given = dict(call.arguments)
+        left, right = given.get("window_size", (-1, -1))
+        used, start = given.get("seqused_k", call.keys), given.get("key_start", 0)
+        visible = flash_cute.reference.visible_mask(
+            call.queries, call.keys, left, 0 if "is_causal" in given else right,
+            used - call.queries,
+        )  # fmt: skip
+        keys = torch.arange(call.keys)
+        visible &= (start <= keys) & (keys < used)
+        assert torch.equal(masks.seen(call, device, torch.float16).cpu(), visible)
+    assert masks.main(["--out", str(tmp_path / "masks.png")]) == 0
+    assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,6 +12,7 @@ from support import (
     BANDS,
     DEVICES,
     HEAD_DIMS,
+    LARGE_HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
     ONE_KERNEL_EACH,
@@ -32,7 +33,7 @@ SOME_KERNELS = pytest.mark.parametrize("device, dtype", ONE_KERNEL_EACH)
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, *LARGE_HEAD_DIMS])
 @pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_head_dims_and_dtypes(device, dtype, head_dim, is_causal):
     inputs = random_inputs(2, 4, 129, head_dim, heads_kv=2, len_k=193, dtype=dtype, device=device)
@@ -62,7 +63,7 @@ def test_grouped_heads(device, dtype, heads_q, heads_kv, is_causal):
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("device, dtype", [p for p in ALL_KERNELS if torch.float64 not in p.values])
 def test_random_calls(device, dtype, seed):
-    inputs, call = random_call(seed, dtype, device)
+    inputs, call = random_call(seed, dtype, device, large=seed % 6 == 5)
     check(*inputs, **call)
 
 
@@ -70,7 +71,7 @@ def test_random_calls(device, dtype, seed):
 @pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_sweep(device, dtype):
     for head_dim, (len_q, len_k), heads_kv, is_causal in itertools.product(
-        HEAD_DIMS, [*LENGTHS, (1025, 2047), (2048, 511)], (1, 4), (False, True)
+        [*HEAD_DIMS, *LARGE_HEAD_DIMS], [*LENGTHS, (1025, 2047), (2048, 511)], (1, 4), (False, True)
     ):
         q, k, v = random_inputs(
             1, 4, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=dtype, device=device

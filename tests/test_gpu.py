@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 import support
 import torch
-from support import GPU_KERNELS, HEAD_DIMS, check, gpu_archs, poisoned, random_inputs, run
+from support import (
+    GPU_KERNELS,
+    HEAD_DIMS,
+    LARGE_HEAD_DIMS,
+    check,
+    gpu_archs,
+    poisoned,
+    random_inputs,
+    run,
+)
 
 import flash_cute
 from flash_cute import ops, tolerance
@@ -90,7 +99,7 @@ def test_memory_is_that_of_the_results(kernels, head_dim, is_causal):
     assert peak == expected
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, *LARGE_HEAD_DIMS])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_tiles_for_small_shared_memory(head_dim, is_causal):
     inputs = gpu_inputs(1, 4, 129, head_dim, heads_kv=2, len_k=200)
@@ -101,7 +110,9 @@ def test_tiles_fit_this_gpu():
     limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     for bytes_lent in (limit, SMALL_SHARED_MEMORY):
         tiles = ops.tiles_for(bytes_lent)
-        assert [tile["head_dim"] for tile in tiles] == ops.build_info()["head_dims"]
+        info = ops.build_info()
+        built = [*info["head_dims"], *info["large_head_dims"]]
+        assert [tile["head_dim"] for tile in tiles] == built
         assert all(tile["smem_bytes"] <= bytes_lent for tile in tiles)
 
 

@@ -33,7 +33,7 @@ TARGETS = [
     for op in sorted({tile["op"] for tile in INFO["tiles"] if tile["arch"] == arch})
 ]
 DTYPES = 2
-#: Packed sequences are a third kind, which sm90's forward has of some entries.
+#: Packed sequences and changed scores are further kinds, which sm90's forward has of some entries.
 MASKS = {"any": 2, "full": 1, "banded": 1, "none": 0}
 # What platform.h and hopper.h are to become: ldmatrix, cp.async, the tensor cores, exponentials,
 # reciprocals, and stores of 16 bytes, which nvcc may tear apart; sums in global memory; TMA, wgmma,
@@ -61,6 +61,11 @@ def kernels_of(code: str, op: str = "fwd") -> list[Kernel]:
     if code not in ARCHS:
         pytest.skip(f"this build has no {code}")
     return sass.kernels(code, op)
+
+
+def without_scored(kernels: list[Kernel]) -> list[Kernel]:
+    """A softcap has exponentials of its own."""
+    return [kernel for kernel in kernels if kernel.mask != "scored"]
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids="-".join)
@@ -101,10 +106,10 @@ def test_every_entry_has_its_kernels(
     masks: dict[tuple[int, ...], int] = {}
     for entry in entries:
         tile, served = tile_of(entry), MASKS[entry["mask"]]
-        served += "packed" not in entry
+        served += 2 * ("packed" not in entry)
         masks[tile] = masks.get(tile, 0) + served if entry["mask"] != "any" else served
     for entry in entries:
-        masks[tile_of(entry)] += entry.get("split_kv", 0) + entry.get("packed", 0)
+        masks[tile_of(entry)] += entry.get("split_kv", 0) + 2 * entry.get("packed", 0)
     expected = {tile: DTYPES * count for tile, count in masks.items()}
     assert Counter(kernel.tile for kernel in kernels) == expected
     split_kv = {kernel.tile for kernel in kernels if kernel.is_split_kv}
@@ -149,7 +154,9 @@ def test_no_division(kernels: list[Kernel]) -> None:
         assert not re.search(r"\bI2F\.(\w+\.)*RP\b", text), kernel
 
 
-@pytest.mark.parametrize("kind", ["Combine", "Preprocess", "Convert", "Blocks", "SinkGradient"])
+@pytest.mark.parametrize(
+    "kind", ["Combine", "Preprocess", "Convert", "Blocks", "SinkGradient", "BiasGradient"]
+)
 def test_small_kernels_do_not_spill(kind: str) -> None:
     """On any chip."""
     codes = set(ARCHS) - {"sm_90a"}
@@ -158,7 +165,12 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
     usage = sass.cuobjdump("-res-usage")
     found = re.findall(rf"Function \S*\d{kind}Kernel(\S*):\n(.*)", usage)
     assert all("STACK:0" in line and "LOCAL:0" in line for _, line in found)
-    if kind == "Convert":  # one or two for a tile of sm80's backward, whose configuration they name
+    if kind == "BiasGradient":
+        tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
+        assert len(found) == DTYPES * len(tiles) * len(codes)
+    elif (
+        kind == "Convert"
+    ):  # one or two for a tile of sm80's backward, whose configuration they name
         config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+")
         counts = Counter(tile for name, _ in found for tile in config.findall(name)[:1])
         assert (counts.total() < len(found)) == ("sm_90a" in ARCHS)
@@ -209,7 +221,7 @@ OF_SINK = 4
 def test_softmax_stands_under_a_product() -> None:
     """All exponentials and additions of a step. ptxas may move a wait for a gemm ahead of them,
     which then no longer run beside it."""
-    for kernel in kernels_of("sm_90a"):
+    for kernel in without_scored(kernels_of("sm_90a")):
         pieces = re.split(r"\b(WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|HGMMA)\b", kernel.text)
         ahead = list(zip(pieces[1::2], pieces[2::2], strict=True))  # and what stands behind it
         # A sink takes a few more, behind the last product.
@@ -233,7 +245,10 @@ def test_output_leaves_by_tma() -> None:
     fence = "FENCE.VIEW.ASYNC"
     steps = re.compile(rf"\b(HGMMA|WARPGROUP\.DEPBAR|STG|STSM\.16\.M88\.4|{fence}|UTMASTG)\b")
     for kernel in kernels_of("sm_90a"):
-        if kernel.is_split_kv or kernel.is_packed:  # whose last rows leave from registers
+        if kernel.is_split_kv or kernel.mask in (
+            "packed",
+            "scored",
+        ):  # whose last rows leave from registers
             continue
         head_dim = kernel.config["head_dim"]
         columns = 64 if head_dim % 64 == 0 else 32  # of a strip, by 16
@@ -266,7 +281,7 @@ def test_exponentials_stand_among_mmas(code: str) -> None:
     """The exponentials of a step's later columns run under P V of its earlier ones.
     A branch among them would keep ptxas from that. Where warps share rows, they first wait for each
     other's; where Q K^T is pipelined, see the next test."""
-    for kernel in kernels_of(code):
+    for kernel in without_scored(kernels_of(code)):
         config = kernel.config
         if config["column_warps"] > 1 or config["pipelined_qk"]:
             continue
@@ -281,7 +296,8 @@ def test_exponentials_stand_among_mmas(code: str) -> None:
 def test_pipelined_qk_stands_among_exponentials(code: str) -> None:
     """Between two branches are the MMAs of 16 keys: P V, and Q K^T of the next block. Among them
     are the exponentials of the next 16 keys."""
-    pipelined = [kernel for kernel in kernels_of(code) if kernel.config["pipelined_qk"]]
+    kernels = without_scored(kernels_of(code))
+    pipelined = [kernel for kernel in kernels if kernel.config["pipelined_qk"]]
     assert pipelined
     for kernel in pipelined:
         config = kernel.config

@@ -12,20 +12,13 @@ import torch
 from support import BACKENDS, DEVICES, nan_in_new_memory, poisoned, random_inputs
 
 import flash_cute
-from flash_cute import checks, options, tolerance
+from flash_cute import options, tolerance
 
 F64 = torch.float64
 #: Not in fp64: there the exact result is no more exact than the one that it is to judge.
 SOME = pytest.mark.parametrize("device, dtype", [p for p in BACKENDS if F64 not in p.values])
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 DIFFERENTIABLE = "learnable_sink", "bias"
-
-
-def skip_unserved(device, given):
-    """By the one list of what the kernels do not serve yet."""
-    missing = [name for name in checks.NOT_ON_GPUS if given.get(name) is not None]
-    if device != "cpu" and missing:
-        pytest.skip(f"not served on GPUs yet: {', '.join(missing)}")
 
 
 def random_options(dice, batch, heads, len_q, len_k, dtype, device):
@@ -69,7 +62,6 @@ def as_reference(given):
 
 def check_options(q, k, v, is_causal=False, **given):
     """Asserts that results and gradients are as exact as they must be; returns all of them."""
-    skip_unserved(q.device.type, given)
     torch.manual_seed(0)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     extra = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if n in given}
@@ -303,25 +295,6 @@ def test_refusals(case):
     assert "\n" not in str(raised.value)
 
 
-def test_gpus_refuse_what_kernels_do_not_serve():
-    """By name, and with fake tensors already."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        q = torch.empty(2, 4, 8, 16, device="cuda", dtype=torch.float16)
-        given = {
-            "softcap": 2.0,
-            "learnable_sink": torch.empty(4, device="cuda"),
-            "bias": torch.empty(1, 1, 1, 8, device="cuda"),
-            "alibi_slopes": torch.empty(4, device="cuda"),
-            "key_start": torch.empty(2, device="cuda", dtype=torch.int32),
-        }
-        for name, x in given.items():
-            if name in checks.NOT_ON_GPUS:
-                with pytest.raises(NotImplementedError, match=f"{name} is given and q is on cuda"):
-                    flash_cute.forward(q, q, q, **{name: x})
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -339,7 +312,6 @@ def test_values_are_checked_on_demand(device, monkeypatch, changes, message):
     q, k, v = (x[0].transpose(0, 1) for x in random_inputs(1, 2, 8, 16, dtype=torch.float16))
     arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 3, 8)} | changes
     arguments = {name: x.to(device) for name, x in arguments.items()}
-    skip_unserved(device, arguments)
     flash_cute.forward_varlen(**arguments)  # without it, nothing is said, and nothing read beyond
     monkeypatch.setenv("FLASH_CUTE_CHECK", "1")
     with pytest.raises(ValueError, match=message):

@@ -23,9 +23,12 @@ GPUS = {
     }.items()
 }
 HEAD_DIMS = [32, 64, 96, 128, 192, 256]
+LARGE_HEAD_DIMS = [384, 512, 768, 1024]
 INFO = ops.build_info()
 pytestmark = pytest.mark.skipif(
-    INFO["head_dims"] != HEAD_DIMS or "sm_90a" not in INFO["archs"], reason="needs a full build"
+    [*INFO["head_dims"], *INFO["large_head_dims"]] != [*HEAD_DIMS, *LARGE_HEAD_DIMS]
+    or "sm_90a" not in INFO["archs"],
+    reason="needs a full build",
 )
 
 
@@ -288,8 +291,13 @@ def test_every_split_has_keys(arch: int, head_dim: int, len_k: int) -> None:
         assert splits <= 1024 and (splits - 1) * keys < len_k <= splits * keys
 
 
-@ARCHS
-@pytest.mark.parametrize("head_dim, most", [(128, 35.2e6), (256, 70e6)])
+@pytest.mark.parametrize(
+    "arch, head_dim, most",
+    [
+        *((arch, *x) for arch in (80, 90) for x in [(128, 35.2e6), (256, 70e6)]),
+        *((80, dim, 70e6) for dim in LARGE_HEAD_DIMS),
+    ],
+)
 def test_memory_of_splits(arch: int, head_dim: int, most: float) -> None:
     """What README.md says."""
     for heads, len_q, len_k in [(1, 1, 2**20), (1, 128, 2**20), (4, 512, 2**20), (16, 128, 2**17)]:
@@ -310,11 +318,25 @@ def test_every_head_dim_has_the_smallest_tile_that_serves_it(head_dim: int, gpu:
             assert result["head_dim"] == next(d for d in HEAD_DIMS if d >= head_dim)
 
 
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("head_dim", [257, 320, 384, 385, 512, 640, 1024])
+def test_large_head_dims_have_forwards_of_sm80(head_dim: int, gpu: str) -> None:
+    result = plan(gpu, 2, 8, 8, 300, 300, head_dim)
+    assert result["arch"] == "sm80"
+    assert result["head_dim"] == next(d for d in LARGE_HEAD_DIMS if d >= head_dim)
+    with pytest.raises(RuntimeError, match=r"the head dim is above 256, .* no gradient"):
+        plan(gpu, 2, 8, 8, 300, 300, head_dim, backward=1)
+    if gpu == "H100":
+        assert result["why_not_sm90"] == "the head dim is above 256"
+        with pytest.raises(RuntimeError, match=r"arch is 'sm90', but .* the head dim is above 256"):
+            plan(gpu, 2, 8, 8, 300, 300, head_dim, arch=90)
+
+
 def test_requests_that_no_call_makes() -> None:
     for sizes, why in [
         ((1, 3, 2, 1, 1, 64), "heads_q is 3: it must be a multiple of heads_kv"),
         ((0, 1, 1, 1, 1, 64), "batch is 0: it must be 1 to"),
-        ((1, 1, 1, 1, 1, 257), "head_dim is 257: it must be 1 to 256"),
+        ((1, 1, 1, 1, 1, 1025), "head_dim is 1025: it must be 1 to 1024"),
     ]:
         with pytest.raises(RuntimeError, match=why):
             plan("H100", *sizes)

@@ -8,9 +8,10 @@ import math
 import random
 
 import pytest
+import support
 import torch
-from support import DEVICES, nan_in_new_memory, poisoned, random_inputs
-from test_options import DIFFERENTIABLE, SOME, as_reference, random_options, skip_unserved
+from support import DEVICES, GPU_KERNELS, nan_in_new_memory, poisoned, random_inputs
+from test_options import DIFFERENTIABLE, SOME, as_reference, random_options
 
 import flash_cute
 from flash_cute import ops, tolerance
@@ -63,7 +64,6 @@ def check_packed(q, k, v, lengths_q, lengths_k, is_causal=False, beyond=0, **giv
     torch.manual_seed(0)
     device = q.device
     ends_q, ends_k = ends_of(lengths_q, device), ends_of(lengths_k, device)
-    skip_unserved(device.type, {**given, "cu_seqlens_q": ends_q})
     packed = [pack(q, lengths_q, beyond), pack(k, lengths_k, beyond), pack(v, lengths_k, beyond)]
     inputs = [x.requires_grad_() for x in packed]
     extra = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if n in given}
@@ -140,11 +140,10 @@ def test_everything_together(device, dtype, seed):
 def test_nan_of_neighbours(device):
     """Sequences are as they are alone, whatever is in the others; gradients, too."""
     dtype, lengths = torch.float16, [33, 64, 7]
-    skip_unserved(device, {"cu_seqlens_q": lengths})
     packed = [pack(x, lengths) for x in padded_inputs(lengths, lengths, dtype, device)]
     dout, dlse = torch.randn(packed[0].shape).to(packed[0]), torch.randn(4, 104).to(device)
 
-    def results(inputs, dout):
+    def results(inputs, dout, softcap):
         inputs = [x.detach().requires_grad_() for x in inputs]
         ends = ends_of(lengths, device)
         out, lse = flash_cute.forward_varlen(
@@ -154,13 +153,67 @@ def test_nan_of_neighbours(device):
 
     odd = slice(33, 97)
     for softcap in (0.0, 5.0):
-        skip_unserved(device, {"softcap": softcap or None})
         changed = [x.clone() for x in (*packed, dout)]
         for x in changed:
             x[odd] = math.nan
-        for a, b in zip(results(changed[:3], changed[3]), results(packed, dout), strict=True):
+        right = results(packed, dout, softcap)
+        for a, b in zip(results(changed[:3], changed[3], softcap), right, strict=True):
             assert torch.equal(a[: odd.start], b[: odd.start])
             assert torch.equal(a[odd.stop :], b[odd.stop :]) and torch.all(b.isfinite())
+
+
+@SOME
+def test_nan_of_unused_rows(device, dtype):
+    """Within sequences: queries past seqused_q, keys before key_start and past seqused_k."""
+    lengths_q, lengths_k = [5, 90, 40, 1], [70, 130, 40, 33]
+    q, k, v = padded_inputs(lengths_q, lengths_k, dtype, device)
+    start, used, used_q = (
+        torch.tensor(x, device=device) for x in ([3, 64, 0, 0], [64, 129, 0, 20], [5, 64, 17, 1])
+    )
+    keys = torch.arange(k.shape[2], device=device)
+    unused = ((keys < start[:, None]) | (keys >= used[:, None]))[:, None, :, None]
+    rows = (torch.arange(q.shape[2], device=device) >= used_q[:, None])[:, None, :, None]
+    given = {"seqused_q": used_q, "seqused_k": used, "key_start": start, "is_causal": True}
+    out, _, dq, dk, dv = check_packed(
+        q.masked_fill(rows, math.nan), *(x.masked_fill(unused, math.nan) for x in (k, v)),
+        lengths_q, lengths_k, **given,
+    )  # fmt: skip
+    for x in (out, dq):
+        assert torch.all(pad(x, lengths_q, q.shape[2]) * rows == 0)
+    for x in (dk, dv):
+        assert torch.all(pad(x, lengths_k, k.shape[2]) * unused == 0)
+
+
+@pytest.mark.parametrize("given", [{}, {"window_size": (20, 5)}, {"learnable_sink": True}], ids=str)
+@SOME
+def test_softcap_backward(device, dtype, given):
+    """Of scores that it bends. Peers had these gradients wrong, of packed sequences alone."""
+    lengths_q, lengths_k = [40, 0, 90, 1], [33, 5, 140, 64]
+    q, k, v = padded_inputs(lengths_q, lengths_k, dtype, device)
+    if given.get("learnable_sink"):
+        given = {"learnable_sink": torch.randn(4).to(q)}
+    check_packed(4 * q, k, v, lengths_q, lengths_k, True, softcap=2.0, **given)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window_size": (30, 0)}], ids=str)
+@SOME
+def test_neighbours_change_no_bit(device, dtype, options):
+    """A sequence beside others of other values and lengths, where sizes are the same."""
+    n, tokens = 77, 400
+    torch.manual_seed(0)
+    first = [torch.randn(n, heads, 16).to(device, dtype) for heads in (4, 2, 2, 4)]
+    expected = None
+    for lengths in ([n, 300, 23], [n, 0, 323], [n, 1, 2]):
+        tensors = [torch.cat([x, torch.randn(tokens - n, *x.shape[1:]).to(x)]) for x in first]
+        *inputs, dout = tensors
+        inputs = [x.requires_grad_() for x in inputs]
+        out, lse = flash_cute.forward_varlen(
+            *inputs, ends_of(lengths, device), is_causal=True, deterministic=True, **options
+        )
+        gradients = torch.autograd.grad([out, lse], inputs, [dout, torch.ones_like(lse)])
+        results = [x[:n].detach() for x in (out, lse.mT, *gradients)]
+        expected = expected or results
+        assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.gpu
@@ -170,7 +223,6 @@ def test_nothing_synchronises():
     given = {"cu_seqlens_q": ends_of([33, 64, 7], "cuda"), "cu_seqlens_k": None}
     given["seqused_k"] = torch.tensor([30, 64, 0], device="cuda", dtype=torch.int32)
     given["key_start"] = torch.tensor([3, 0, 0], device="cuda")
-    skip_unserved("cuda", given)
     torch.cuda.set_sync_debug_mode("error")
     try:
         out, lse = flash_cute.forward_varlen(q, k, v, **given, is_causal=True)
@@ -179,11 +231,58 @@ def test_nothing_synchronises():
         torch.cuda.set_sync_debug_mode("default")
 
 
+#: Lengths of three sequences of at most 400 tokens together: even, one long, short ones.
+REPLAYED = ([100, 150, 150], [400, 0, 0], [1, 1, 398], [0, 33, 7], [0, 0, 0])
+
+
+@pytest.mark.parametrize("is_training", [False, True], ids=["forward", "training"])
+@GPU_KERNELS
+@pytest.mark.gpu
+def test_cuda_graph_with_other_lengths(kernels, is_training):
+    """Captured once; replays find lengths, queries in use and values as they then are."""
+    dtype = torch.bfloat16
+    q, k, v, dout = (torch.randn(400, heads, 64, device="cuda", dtype=dtype)
+                     for heads in (4, 2, 2, 4))  # fmt: skip
+    inputs = [x.requires_grad_(is_training) for x in (q, k, v)]
+    ends, used = ends_of(REPLAYED[0], "cuda"), torch.zeros(3, device="cuda", dtype=torch.int32)
+
+    def step():
+        out, lse = flash_cute.forward_varlen(
+            *inputs, ends, seqused_q=used, is_causal=True, deterministic=True,
+            arch=support.preferred_arch,
+        )  # fmt: skip
+        if not is_training:
+            return out, lse
+        given = dout, torch.zeros_like(lse)
+        return out.detach(), lse.detach(), *torch.autograd.grad([out, lse], inputs, given)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in (*REPLAYED[1:], REPLAYED[0]):
+        ends.copy_(ends_of(lengths))
+        used.copy_(torch.tensor([max(0, n - 1) for n in lengths]))
+        with torch.no_grad():
+            for x in (*inputs, dout):
+                x.normal_()
+        with nan_in_new_memory():
+            expected = step()
+        for x in captured:
+            x.fill_(math.nan)
+        graph.replay()
+        assert all(map(torch.equal, captured, expected)), lengths
+        assert all(x[sum(lengths) :].eq(0).all() for x in (captured[0], *captured[2:]))
+
+
 @ON_DEVICES
 def test_packed_is_dense(device):
     """Bit by bit, a sequence as it is in a dense call; hints change nothing, nor do int64 ends."""
     lengths = [33, 64, 0, 7]
-    skip_unserved(device, {"cu_seqlens_q": lengths})
     packed = [pack(x, lengths) for x in padded_inputs(lengths, lengths, torch.float16, device)]
     ends = ends_of(lengths, device)
     out, lse = flash_cute.forward_varlen(*packed, ends, is_causal=True)

@@ -32,6 +32,8 @@ void mask_switch(MaskKind mask, F&& f) {
       return f(Constant<MaskKind::kBanded>{});
     case MaskKind::kPacked:
       return f(Constant<MaskKind::kPacked>{});
+    case MaskKind::kScored:
+      return f(Constant<MaskKind::kScored>{});
   }
 }
 

@@ -9,7 +9,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+#: Of the forward on sm80 alone.
+LARGE_HEAD_DIMS = (384, 512, 768, 1024)
+ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256, *LARGE_HEAD_DIMS)
 DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
 
 #: For each op and architecture: the kinds of kernels, each with its template arguments beyond dtype
@@ -20,11 +22,13 @@ OPS: dict[str, dict[str, dict[str, str]]] = {
             "full": "MaskKind::kFull",
             "banded": "MaskKind::kBanded",
             "packed": "MaskKind::kPacked",
+            "scored": "MaskKind::kScored",
         },
         "sm90": {
             "full": "MaskKind::kFull, false",
             "banded": "MaskKind::kBanded, false",
             "packed": "MaskKind::kPacked, false",
+            "scored": "MaskKind::kScored, false",
             "splits": "MaskKind::kBanded, true",
         },
     },
@@ -33,11 +37,13 @@ OPS: dict[str, dict[str, dict[str, str]]] = {
             "full": "MaskKind::kFull",
             "banded": "MaskKind::kBanded",
             "packed": "MaskKind::kPacked",
+            "scored": "MaskKind::kScored",
         },
         "sm90": {
             "full": "MaskKind::kFull",
             "banded": "MaskKind::kBanded",
             "packed": "MaskKind::kPacked",
+            "scored": "MaskKind::kScored",
         },
     },
 }
@@ -61,6 +67,8 @@ VARIANTS_INC = """\
 
 namespace flash_cute {{
 inline constexpr std::array<int, {count}> kBuiltHeadDims = {{{head_dims}}};
+// Of the forward on sm80 alone.
+inline constexpr std::array<int, {large_count}> kBuiltLargeHeadDims = {{{large}}};
 inline constexpr bool kSm90IsBuilt = {sm90};
 }}  // namespace flash_cute
 """
@@ -75,13 +83,15 @@ def generate(
     if unknown or not head_dims:
         raise ValueError(f"head dims are chosen from {ALL_HEAD_DIMS}, not {tuple(head_dims)}")
     head_dims = sorted(set(head_dims))
+    ordinary = [head_dim for head_dim in head_dims if head_dim not in LARGE_HEAD_DIMS]
+    large = [head_dim for head_dim in head_dims if head_dim in LARGE_HEAD_DIMS]
     sources = []
     for op, archs in OPS.items():
         for arch, kinds in archs.items():
             if arch == "sm90" and not sm90:
                 continue
             files = {"": list(kinds)} if arch == "sm80" else {f"_{k}": [k] for k in kinds}
-            for head_dim in head_dims:
+            for head_dim in head_dims if (op, arch) == ("fwd", "sm80") else ordinary:
                 for dtype, cpp_dtype in DTYPES.items():
                     for suffix, its_kinds in files.items():
                         of_op = f"const {op.title()}Plan&, const {op.title()}Params&"
@@ -97,7 +107,11 @@ def generate(
                         )
                         sources.append(path)
     built = VARIANTS_INC.format(
-        count=len(head_dims), head_dims=", ".join(map(str, head_dims)), sm90=str(sm90).lower()
+        count=len(ordinary),
+        head_dims=", ".join(map(str, ordinary)),
+        large_count=len(large),
+        large=", ".join(map(str, large)),
+        sm90=str(sm90).lower(),
     )
     write_if_changed(out_dir / "generated" / "variants.inc", built)
     return sources

@@ -42,8 +42,8 @@ void add(emulator::Session& session, const BwdParams& params, const BwdPlan& pla
 extern "C" {
 
 struct CBackward : emulator::CCall {
-  CTensor dout, dlse;         // dlse.data may be null
-  CTensor dq, dk, dv, dsink;  // dsink.data may be null
+  CTensor dout, dlse;                // dlse.data may be null
+  CTensor dq, dk, dv, dsink, dbias;  // the last two's data may be null
   int32_t deterministic;
 };
 
@@ -62,6 +62,15 @@ __attribute__((visibility("default"))) int emulate_backward(const CBackward* cal
   params.dv = call->dv.view<void>();
   params.dsink = static_cast<float*>(const_cast<void*>(call->dsink.data));
   params.deterministic = call->deterministic;
+  if (const CTensor& dbias = call->dbias; dbias.data) {
+    const int64_t whole[4] = {params.batch, params.heads_q, params.len_q, params.len_k};
+    const auto has = [&](int dim) { return dbias.sizes[dim] == whole[dim]; };
+    const bool has_keys = has(3);
+    params.dbias = {
+        dbias.data, dbias.strides[0], dbias.strides[1], dbias.strides[2], has_keys,
+        has(0),     has(1),           has(2),           has_keys,         dbias.element_bytes == 4};
+    add(session, "dbias", GlobalMemory::Use::kOutput, dbias);
+  }
   add(session, "dout", GlobalMemory::Use::kInput, call->dout);
   add(session, "out", GlobalMemory::Use::kInput, call->out);
   add(session, "lse", GlobalMemory::Use::kInput, call->lse);

@@ -57,6 +57,16 @@ Session begin_call(const CCall& call, AttentionParams& params) {
   numbers("seqused_k", call.seqused_k, params.sequences.seqused_k);
   numbers("key_start", call.key_start, params.sequences.key_start);
   numbers("sink", call.sink, params.sink);
+  const CTensor &slopes = call.slopes, &bias = call.bias;
+  if (call.softcap != 0 || slopes.data || bias.data) {
+    if (call.sequences == 0) params.band = band_of_packed(call.window_left, call.window_right);
+    set_changes(params, {.softcap = static_cast<float>(call.softcap),
+                         .slopes = {static_cast<const float*>(slopes.data), slopes.strides[2], 1},
+                         .bias = {bias.data, bias.strides[0], bias.strides[1], bias.strides[2],
+                                  bias.sizes[3] > 1, bias.element_bytes == 4}});
+    if (slopes.data) add(session, "slopes", GlobalMemory::Use::kInput, slopes);
+    if (bias.data) add(session, "bias", GlobalMemory::Use::kInput, bias);
+  }
   return session;
 }
 

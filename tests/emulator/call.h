@@ -34,6 +34,8 @@ struct CCall {
   CTensor lse;  // (batch, heads, rows, 1)
   // Packed or padded sequences (SequenceTable), and a sink for each head; `data` may be null.
   CTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start, sink;
+  CTensor slopes, bias;  // of ALiBi, (1, 1, batch, heads); `data` may be null
+  double softcap;
   int32_t sequences;  // how many; 0: the entries of the batch, all of one length
   int32_t is_half;
   int32_t workers;

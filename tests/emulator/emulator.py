@@ -83,7 +83,8 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "out", "lse")),
-        *((name, _Tensor) for name in (*_SEQUENCES, "sink")),
+        *((name, _Tensor) for name in (*_SEQUENCES, "sink", "slopes", "bias")),
+        ("softcap", ctypes.c_double),
         ("sequences", ctypes.c_int32),
         ("is_half", ctypes.c_int32),
         ("workers", ctypes.c_int32),
@@ -107,7 +108,7 @@ class _Backward(_Call):
     """As in backward.cpp."""
 
     _fields_ = [
-        *((name, _Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dsink")),
+        *((name, _Tensor) for name in ("dout", "dlse", "dq", "dk", "dv", "dsink", "dbias")),
         ("deterministic", ctypes.c_int32),
     ]
 
@@ -147,12 +148,23 @@ def _numbers(x: Tensor | None) -> _Tensor:
 Sequences = dict[str, Tensor]
 
 
-def _as_table(sequences: Sequences | None, sink: Tensor | None) -> tuple[Any, ...]:
+#: Changes of scores, as of the op: softcap, alibi_slopes, bias.
+Changes = dict[str, Any]
+
+
+def _as_table(
+    sequences: Sequences | None, sink: Tensor | None, changes: Changes | None
+) -> tuple[Any, ...]:
     table = [_numbers((sequences or {}).get(name)) for name in _SEQUENCES]
     count = 0
     for name, x in (sequences or {}).items():
         count = len(x) - name.startswith("cu_")
-    return *table, _numbers(sink), count
+    changes = changes or {}
+    slopes, bias = changes.get("alibi_slopes"), changes.get("bias")
+    if slopes is not None:
+        slopes = slopes.view(1, 1, -1, slopes.shape[-1])
+    of_scores = (_Tensor() if x is None else _as_c(x) for x in (slopes, bias))
+    return *table, _numbers(sink), *of_scores, changes.get("softcap", 0.0), count
 
 
 def _like(x: Tensor, rows: Tensor) -> Tensor:
@@ -201,6 +213,7 @@ class Emulator:
         refuses_tensor_maps: bool = False,
         sequences: Sequences | None = None,
         sink: Tensor | None = None,
+        changes: Changes | None = None,
         seed: int = 0,
         **options: int,
     ) -> tuple[Tensor, Tensor, Counters]:
@@ -211,7 +224,7 @@ class Emulator:
         out = _like(q, rows[0])
         lse = torch.full((*q.shape[:3], 1), math.nan)
         band = window_left, window_right, diagonal_offset
-        table = _as_table(sequences, sink)
+        table = _as_table(sequences, sink, changes)
         shared = self._shared((*rows, out, lse), table, softmax_scale, band, seed, options)
         call = _Forward(*shared, refuses_tensor_maps)
         counters = self._call(self._library.emulate_forward, ctypes.byref(call))
@@ -234,25 +247,30 @@ class Emulator:
         deterministic: bool = False,
         sequences: Sequences | None = None,
         sink: Tensor | None = None,
+        changes: Changes | None = None,
         seed: int = 0,
         **options: int,
     ) -> tuple[tuple[Tensor, ...], Counters]:
-        """(dq, dk, dv, and dsink if there is a sink), and what was counted. `seed` decides in which
-        order CTAs start too, so that sums come in another order; 0 leaves them in theirs."""
+        """(dq, dk, dv, then dsink and dbias if there are sink and bias), and what was counted.
+        `seed` decides in which order CTAs start too, so that sums come in another order; 0 leaves
+        them in theirs."""
         rows = [_readable_rows(x) for x in (q, k, v, out, dout)]
         gradients = [_like(x, its_rows) for x, its_rows in zip((q, k, v), rows, strict=False)]
         band = window_left, window_right, diagonal_offset
-        table = _as_table(sequences, sink)
+        table = _as_table(sequences, sink, changes)
         shared = self._shared(
             (*rows[:4], lse[..., None]), table, softmax_scale, band, seed, options
         )
         c_dlse = _Tensor() if dlse is None else _as_c(dlse[..., None])
         dsink = None if sink is None else torch.full_like(sink, math.nan)
-        c_gradients = (*map(_as_c, gradients), _numbers(dsink))
+        bias = (changes or {}).get("bias")
+        dbias = None if bias is None else torch.full_like(bias, math.nan)
+        c_dbias = _Tensor() if dbias is None else _as_c(dbias)
+        c_gradients = (*map(_as_c, gradients), _numbers(dsink), c_dbias)
         call = _Backward(*shared, _as_c(rows[4]), c_dlse, *c_gradients, deterministic)
         counters = self._call(self._library.emulate_backward, ctypes.byref(call))
-        of_sink = () if dsink is None else (dsink,)
-        return (*(dx[..., : q.shape[3]] for dx in gradients), *of_sink), counters
+        others = (x for x in (dsink, dbias) if x is not None)
+        return (*(dx[..., : q.shape[3]] for dx in gradients), *others), counters
 
     def check(
         self,

@@ -52,6 +52,7 @@ SM80 = [
         UNFINISHED,
     ),
     Fault("shared-p", "", READ),
+    Fault("chunk-wait", "platform::wait_copies<kStages - 1>();", UNFINISHED),
     Fault("lse-row", "visit(row, mine);", f"{BOUNDS}|{WRITTEN}"),
 ]
 SM90 = [
@@ -74,7 +75,6 @@ BACKWARD = [
     Fault("bwd-cta-barrier", "", READ),
     Fault("bwd-ds-barrier", "", READ),
     Fault("bwd-mask", "= (n_block_ + 1) * kBlockN", WRONG),
-    Fault("bwd-delta", "= 0.f", WRONG),
     Fault("bwd-scale", "= factor * factor * gradient(r, c)", WRONG),
     Fault("bwd-group", "step({first_head(), block.m_block}, stage, tdKrdK, tdVrdV);", WRONG),
     Fault("bwd-turn", "", "passes a turn that its CTA has not waited for"),
@@ -93,6 +93,7 @@ PACKED = [
     Fault("sink-lse", "return of_keys;", WRONG),
     Fault("sink-split", "lse = sink.join(sink.join(lse));", WRONG),
     Fault("sink-gradient", "sum += stats.delta;", WRONG),
+    Fault("softcap-derivative", "derivatives(i) = Derivative(1.f);", WRONG),
 ]
 PACKED_SM90 = [
     Fault("ragged-end", "= sequence.first_k + sequence.len_k + 1", WRONG),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from emulator import Emulator
@@ -48,7 +49,12 @@ class Call:
         starts: bool = False,
         gap: int = 0,
         is_padded: bool = False,
+        softcap: float = 0.0,
+        slopes: str = "",
+        bias: str = "",
+        bias_dtype: torch.dtype = torch.float32,
     ) -> None:
+        """`slopes` and `bias` name the dimensions that they have: of "bh" and of "bhqk"."""
         torch.manual_seed(0)
         self.used_q, self.used_k = (int32(list(x)) for x in zip(*lengths, strict=True))
         self.start = self.used_k // 3 if starts else None
@@ -71,12 +77,20 @@ class Call:
         self.sink = torch.randn(heads) if has_sink else None
         self.window = {"window_left": window[0], "window_right": window[1]}
         self.gap, self.is_padded = gap, is_padded
+        sizes = {"b": len(lengths), "h": heads, "q": rows_q, "k": rows_k}
+        self.changes: dict[str, Any] = {"softcap": softcap} if softcap else {}
+        if slopes:
+            self.changes["alibi_slopes"] = torch.rand([sizes[x] for x in slopes]) - 0.3
+        if bias:
+            shape = [n if name in bias else 1 for name, n in sizes.items()]
+            values = 2 * torch.randn(shape)
+            self.changes["bias"] = values.masked_fill(values < -3, -math.inf).to(bias_dtype)
 
     @property
-    def options(self) -> dict[str, Tensor | int | None]:
+    def options(self) -> dict[str, Any]:
         """As the reference has them."""
         used = {"seqused_q": self.used_q, "seqused_k": self.used_k, "key_start": self.start}
-        return {**self.window, **used, "learnable_sink": self.sink}
+        return {**self.window, **used, "learnable_sink": self.sink, **self.changes}
 
     def table(self) -> dict[str, Tensor]:
         """As the kernels have them. Between packed sequences, and after them, are `gap` rows."""
@@ -114,7 +128,8 @@ class Call:
         q, k, v = self.qkv
         scale = 1 / math.sqrt(q.shape[3])
         packed = self.pack(q, self.used_q), *(self.pack(x, self.used_k) for x in (k, v))
-        asked = {"sequences": self.table(), "sink": self.sink, "seed": seed}
+        asked = {"sequences": self.table(), "sink": self.sink, "changes": self.changes}
+        asked["seed"] = seed
         out, lse, _ = emulator.forward(*packed, scale, **self.window, **asked)
         out = self.unpack(out, self.used_q, self.sizes[0])
         lse = self.unpack(lse, self.used_q, self.sizes[0], -math.inf)
@@ -129,7 +144,8 @@ class Call:
         given = (self.dout, q, k, v, out.to(q.dtype), lse.float(), self.dlse)
         used = (self.used_q, self.used_q, self.used_k, self.used_k, *[self.used_q] * 3)
         *tensors, dlse = (self.pack(x, n) for x, n in zip(given, used, strict=True))
-        asked = {"sequences": self.table(), "sink": self.sink, "seed": seed, **options}
+        asked = {"sequences": self.table(), "sink": self.sink, "changes": self.changes}
+        asked |= {"seed": seed, **options}
         gradients, _ = emulator.backward(*tensors, scale, dlse=dlse, **self.window, **asked)
         dq = self.unpack(gradients[0], self.used_q, self.sizes[0])
         dk, dv = (self.unpack(x, self.used_k, self.sizes[1]) for x in gradients[1:3])
@@ -143,7 +159,7 @@ class Call:
         assert result.passed, str(result)
 
 
-CALLS = {
+CALLS: dict[str, dict[str, Any]] = {
     "causal": {"lengths": LENGTHS[0], "window": (-1, 0)},
     "full-sink": {"lengths": LENGTHS[0], "has_sink": True, "heads": 6, "heads_kv": 2},
     "window-gaps": {"lengths": LENGTHS[1], "window": (20, 7), "gap": 3, "starts": True},
@@ -151,6 +167,23 @@ CALLS = {
     "one": {"lengths": [(1, 1)], "has_sink": True, "heads": 3},
     "padded": {"lengths": LENGTHS[0], "window": (-1, 0), "is_padded": True, "starts": True},
     "padded-sink": {"lengths": LENGTHS[1], "has_sink": True, "is_padded": True, "starts": True},
+}
+
+CALLS |= {
+    "softcap": {"lengths": LENGTHS[0], "window": (-1, 0), "softcap": 1.5},
+    "alibi": {"lengths": LENGTHS[1], "slopes": "h", "heads": 6, "heads_kv": 2, "starts": True},
+    "alibi-one": {"lengths": LENGTHS[2], "window": (40, 0), "slopes": "bh", "heads": 6},
+    "scored": {
+        "lengths": LENGTHS[0], "window": (90, 0), "softcap": 3.0, "slopes": "bh", "has_sink": True,
+        "is_padded": True, "starts": True,
+    },
+}  # fmt: skip
+#: Of the kernels of sm80.
+BIASED: dict[str, dict[str, Any]] = {
+    "whole": {"lengths": LENGTHS[0], "bias": "bhqk", "starts": True},
+    "heads": {"lengths": LENGTHS[1], "bias": "hqk", "window": (-1, 0), "softcap": 2.0},
+    "keys": {"lengths": LENGTHS[2], "bias": "bk", "heads": 6, "bias_dtype": torch.bfloat16},
+    "one": {"lengths": LENGTHS[1], "bias": "q", "slopes": "h", "bias_dtype": torch.bfloat16},
 }
 
 

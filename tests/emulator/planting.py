@@ -60,7 +60,7 @@ def run_cases(emulator: Emulator) -> None:
     check(1, 1, 200, 200, multiprocessors=5)  # subtiles
     check(6, 2, 150, 333, splits=3)
     if emulator.arch == 80:
-        for head_dim in (96, 192):
+        for head_dim in (96, 192, 320):
             check(1, 1, 150, 200, head_dim=head_dim)
 
 
@@ -82,7 +82,7 @@ def run_backward_cases(emulator: Emulator) -> None:
 
 def run_packed_cases(emulator: Emulator) -> None:
     check_sink(emulator, splits=3)
-    for name in ("window-gaps", "padded-sink"):
+    for name in ("window-gaps", "padded-sink", "scored"):
         call = Call(**CALLS[name])
         call.check(emulator)
         call.check_backward(emulator)

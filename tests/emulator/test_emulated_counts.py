@@ -48,9 +48,11 @@ def test_sm80(sm80, name):
     # Each chunk of 16 bytes, 8 elements, goes from global to shared memory once, 8 at a time.
     assert counters.global_reads_16 == (m + 2 * n) * d // 8 and counters.global_reads == 0
     assert counters.copy_async.wavefronts == (m + 2 * n) * d // 64
-    # Of Q each warp reads its rows, once or for each block of keys; likewise of a P that it shares.
+    # Of Q each warp reads its rows, once or for each block of keys; likewise of a P that it shares,
+    # for each group of V's columns that comes in a chunk.
     p = m * n // 64 if sharing > 1 else 0
-    assert counters.load_matrix.wavefronts - readers * 2 * n * d // 64 - sharing * p in (
+    groups = d // (tile["v_columns"] or d)
+    assert counters.load_matrix.wavefronts - readers * 2 * n * d // 64 - sharing * groups * p in (
         sharing * m * d // 64,
         sharing * KEY_BLOCKS * m * d // 64,
     )
@@ -64,9 +66,13 @@ def test_sm80(sm80, name):
     assert counters.load.wavefronts == m * d // 64 + words * sharing
     assert (counters.global_writes_16, counters.global_writes) == (m * d // 8, m)
     # Two a block of keys; with two of these in shared memory, one, and another ahead of the first;
-    # one before O is read. Of shared rows one for each P, and those of maxima and sums.
+    # one before O is read. Of shared rows one for each P, and those of maxima and sums. Of blocks
+    # in chunks one for each chunk, one for the vote on limits, and one ahead of the first.
     shared = 2 + KEY_BLOCKS if sharing > 1 else 0
     blocks = KEY_BLOCKS + 1 if tile["stages"] == 2 else 2 * KEY_BLOCKS
+    if tile["k_columns"]:
+        of_v = tile["block_n"] // tile["v_keys"] * groups
+        blocks = KEY_BLOCKS * (d // tile["k_columns"] + of_v + 1) + 1
     assert counters.cta_barriers == 1 + blocks + shared
 
 
@@ -90,7 +96,8 @@ def test_gemms_of_sm80(sm80, name):
             assert multiplied(rows, 2 * n, is_causal) == halves * m * 2 * n * d
     # In a square tile on the diagonal, the upper half of the rows sees half of the keys.
     leaves_out = has_halves and n <= m // 2
-    assert multiplied(m, m, True) == (3 if leaves_out else 4) * 2 * m * m * d // 4
+    keys = math.ceil(m / n) * n
+    assert multiplied(m, m, True) == (3 if leaves_out else 4) * 2 * m * keys * d // 4
 
 
 @pytest.mark.parametrize("name", BWD)

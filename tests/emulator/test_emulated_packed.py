@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from packed import CALLS, Call, check_sink
+from emulator import Emulator
+from packed import BIASED, CALLS, Call, check_sink
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -18,12 +19,32 @@ def test_backward(unsplit, name, deterministic):
     Call(**CALLS[name]).check_backward(unsplit, seed=2, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("name", BIASED)
+def test_bias(unsplit, name):
+    if unsplit.arch == 90:
+        pytest.skip("the kernels of sm80 alone read a bias")
+    call = Call(**BIASED[name], is_padded=True)
+    call.check(unsplit)
+    call.check_backward(unsplit, seed=2)
+
+
 @pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
 def test_head_dims(unsplit, head_dim):
-    call = Call([(200, 130), (33, 70), (0, 9)], head_dim=head_dim, window=(90, 0), gap=1)
-    call.check(unsplit)
-    call.check_backward(unsplit)
-    call.check_backward(unsplit, deterministic=True)
+    for changes in ({}, {"softcap": 2.0, "slopes": "h"}):
+        lengths = [(200, 130), (33, 70), (0, 9)]
+        call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, **changes)
+        call.check(unsplit)
+        call.check_backward(unsplit)
+        call.check_backward(unsplit, deterministic=True)
+
+
+@pytest.mark.parametrize("smem_limit", [0, 101376])
+@pytest.mark.parametrize("head_dim", [320, 512, 1024])
+def test_large_head_dims(library, head_dim, smem_limit):
+    emulator = Emulator(library, 80, splits=1, smem_limit=smem_limit)
+    lengths = [(200, 130), (33, 70), (0, 9)]
+    call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, has_sink=True)
+    call.check(emulator)
 
 
 def test_many_sequences(unsplit):

@@ -29,12 +29,12 @@ class Mask {
   CUTE_DEVICE Mask(const AttentionParams& params, const Sequence& sequence, const Rows& rows)
       : key_begin_(sequence.key_begin),
         key_end_(sequence.key_end),
-        band_(kKind == MaskKind::kPacked ? params.band.of_sequence(sequence.len_q, sequence.len_k)
-                                         : params.band),
+        band_(has_sequences(kKind) ? params.band.of_sequence(sequence.len_q, sequence.len_k)
+                                   : params.band),
         rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {
-    const int key_begin = kKind == MaskKind::kPacked ? 0 : key_begin_;  // no splits
+    const int key_begin = has_sequences(kKind) ? 0 : key_begin_;  // no splits
     return kKind == MaskKind::kFull ? key_begin
                                     : cute::max(key_begin, band_.begin_of(rows_.query(row)));
   }

@@ -21,6 +21,14 @@ class PackGqa : public GqaLayout {
   CUTE_DEVICE int head(int tile_head, int row) const {
     return tile_head * packed_heads + in_group(row);
   }
+  // The head and the query of a row, of one that stands for none a head that there is.
+  struct HeadAndQuery {
+    int head;
+    int query;
+  };
+  CUTE_DEVICE HeadAndQuery query_of(int tile_head, int row) const {
+    return {tile_head * packed_heads + cute::min(in_group(row), packed_heads - 1), query(row)};
+  }
   // Whether the row stands for a query of the sequence.
   CUTE_DEVICE bool exists(int row, const Sequence& sequence) const {
     return query(row) < sequence.len_q && in_group(row) < packed_heads;  // fault: packed-row

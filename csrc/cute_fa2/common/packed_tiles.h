@@ -1,4 +1,5 @@
-// The tiles of sequences of their own lengths: each block of a list in each head (BlockList).
+// The tiles of sequences of their own lengths: each block of a list in each head (BlockList). They
+// go through all blocks in as many heads side by side as L2 has room for (`packed_head_group`).
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -14,9 +15,11 @@ namespace flash_cute {
 class PackedTiles {
  public:
   PackedTiles() = default;
-  PackedTiles(const BlockList& list, int heads) : list_(list), heads_(heads) {}
+  // `head_group` divides `heads`.
+  PackedTiles(const BlockList& list, int heads, int head_group)
+      : list_(list), heads_(heads), head_group_(head_group) {}
 
-  CUTE_DEVICE int count() const { return *list_.count * heads_.divisor; }
+  CUTE_DEVICE int count() const { return *list_.count * heads_; }
   CUTE_DEVICE TileCoord tile(int index) const {
     int head;
     const SequenceTile& tile = entry(index, head);
@@ -29,8 +32,12 @@ class PackedTiles {
 
   // The entry of tile `index`, which is of head `head`.
   CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
-    int number;
-    heads_(number, head, index);
+    const int of_group = *list_.count * head_group_.divisor;
+    int head0 = 0;
+    for (; index >= of_group; index -= of_group) head0 += head_group_.divisor;  // few groups
+    int number, in_group;
+    head_group_(number, in_group, index);
+    head = head0 + in_group;
     return list_.sorted[number];
   }
   static CUTE_DEVICE TileCoord coord(const SequenceTile& entry, int head) {
@@ -42,7 +49,8 @@ class PackedTiles {
 
  private:
   BlockList list_{};
-  cutlass::FastDivmod heads_{1};
+  int heads_ = 1;
+  cutlass::FastDivmod head_group_{1};
 };
 
 }  // namespace flash_cute

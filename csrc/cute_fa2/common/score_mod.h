@@ -1,16 +1,140 @@
-// The slot for a change of scores between Q K^T and the mask. There is none yet.
+// What becomes of scores between Q K^T and the mask, in kernels of MaskKind::kScored. They leave in
+// units of the natural logarithm, and the softmax has no scale. In all others it has the scale, and
+// nothing else happens.
+//
+//   x = scale s     y = softcap tanh(x / softcap), or x     y + bias - slope |diagonal - key|
+//
+// The diagonal of a query is the key at which a causal mask would end.
 #pragma once
 
-#include <cute/config.hpp>
+#include <cutlass/numeric_types.h>
 
+#include <cute/tensor.hpp>
+
+#include "common/platform.h"
+#include "common/sequence.h"
 #include "host/params.h"
 
 namespace flash_cute {
 
-struct NoScoreMod {
-  // `scores`: a thread's of the tile that begins at (row0, key0), as a matrix of (rows, columns).
-  template <class Scores>
-  static CUTE_DEVICE void apply(const FwdParams&, Scores& /*scores*/, int /*row0*/, int /*key0*/) {}
+// Of a changed score by x: 0 to 1. In 16 bits: registers are short, and dS is rounded too.
+using Derivative = cutlass::half_t;
+
+// Of one tile. Only kernels with kReadsBias have a bias, which is in fp32 or of Element.
+template <class Element, bool kReadsBias>
+class ScoreMod {
+ public:
+  CUTE_DEVICE ScoreMod(const AttentionParams& params, const Sequence& sequence, int batch)
+      : params_(params), sequence_(sequence), batch_(batch) {}
+
+  // Changes the scores of the tile that begins at (row_origin, key_origin). `coords` and `offsets`
+  // as of Mask::apply; `row_of` gives head and query of a row. `derivatives`, shaped like the
+  // scores, become those of y by x.
+  template <class Scores, class Derivatives, class Coords, class Offsets, class RowOf>
+  CUTE_DEVICE void apply(Scores& scores, Derivatives&& derivatives, const Coords& coords,
+                         const Offsets& offsets, int row_origin, int key_origin,
+                         const RowOf& row_of) const {
+    const ScoreChanges& changes = params_.changes;
+    const int first_row = row_origin + at<0>(coords(0, 0));
+    const int first_key = key_origin + at<1>(coords(0, 0));
+    if (changes.softcap != 0.f) {
+      cap(scores, derivatives);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        scores(i) *= params_.scale.scale;
+        derivatives(i) = Derivative(1.f);
+      }
+    }
+    if (changes.slopes.data) {
+      for_each_row(scores, offsets, first_row, row_of, [&](int r, auto row) {
+        const float slope =
+            changes.slopes
+                .data[batch_ * changes.slopes.stride_batch + row.head * changes.slopes.stride_head];
+        const int diagonal = row.query + sequence_.len_k - sequence_.len_q;
+        const float distance = static_cast<float>(diagonal - first_key);
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) {
+          const float key = static_cast<float>(at<1>(offsets(r, c)));
+          scores(r, c) = fmaf(-slope, fabsf(distance - key), scores(r, c));
+        }
+      });
+    }
+    if constexpr (kReadsBias) {
+      if (changes.bias.data) add_bias(scores, offsets, first_row, first_key, row_of);
+    }
+  }
+
+ private:
+  // Coordinates may be unsigned.
+  template <int kMode, class Coord>
+  static CUTE_DEVICE int at(const Coord& coord) {
+    return static_cast<int>(cute::get<kMode>(coord));
+  }
+
+  // tanh(z) = 1 - 2 r and its derivative 4 r (1 - r), with r = 1 / (1 + e^(2 z)), which neither
+  // overflows nor loses what softcap multiplies.
+  template <class Scores, class Derivatives>
+  CUTE_DEVICE void cap(Scores& scores, Derivatives&& derivatives) const {
+    const ScoreChanges& changes = params_.changes;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      const float r = platform::reciprocal(1.f + platform::exp2(scores(i) * changes.exponent));
+      scores(i) = fmaf(-2.f * changes.softcap, r, changes.softcap);
+      derivatives(i) = Derivative(4.f * fmaf(-r, r, r));  // fault: softcap-derivative
+    }
+  }
+
+  template <class Scores, class Offsets, class RowOf>
+  CUTE_DEVICE void add_bias(Scores& scores, const Offsets& offsets, int first_row, int first_key,
+                            const RowOf& row_of) const {
+    const BiasView& bias = params_.changes.bias;
+    const int keys = sequence_.len_k - first_key;  // there are so many from the first one on
+    for_each_row(scores, offsets, first_row, row_of, [&](int r, auto row) {
+      // Rows that do not exist read one that does.
+      const int query = sequence_.first_q + cute::min(row.query, sequence_.len_q - 1);
+      const int64_t first =
+          batch_ * bias.stride_batch + row.head * bias.stride_head + query * bias.stride_row;
+      const auto add = [&]<class T>(const T* data) {
+        const T* const of_row = platform::rematerialize(data + first);
+        if (!bias.has_keys) {
+          const float all = static_cast<float>(*of_row);
+          CUTE_UNROLL
+          for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) += all;
+        } else {
+          const T* const of_keys = of_row + sequence_.first_k + first_key;
+          CUTE_UNROLL
+          for (int c = 0; c < cute::size<1>(scores); ++c) {
+            const int key = at<1>(offsets(r, c));
+            if (key < keys) scores(r, c) += static_cast<float>(of_keys[key]);
+          }
+        }
+      };
+      bias.is_float ? add(static_cast<const float*>(bias.data))
+                    : add(static_cast<const Element*>(bias.data));
+    });
+  }
+
+  template <class Scores, class Offsets, class RowOf, class Visit>
+  static CUTE_DEVICE void for_each_row(const Scores& scores, const Offsets& offsets, int first_row,
+                                       const RowOf& row_of, const Visit& visit) {
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(scores); ++r) {
+      visit(r, row_of(first_row + at<0>(offsets(r, 0))));
+    }
+  }
+
+  const AttentionParams& params_;
+  const Sequence& sequence_;
+  int batch_;
+};
+
+// Where nobody asks for derivatives.
+struct NoDerivatives {
+  struct Ignored {
+    CUTE_DEVICE void operator=(Derivative) const {}
+  };
+  CUTE_DEVICE Ignored operator()(int) const { return {}; }
 };
 
 }  // namespace flash_cute

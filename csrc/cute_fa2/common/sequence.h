@@ -22,7 +22,7 @@ struct Sequence {
 
   template <MaskKind kKind>
   static CUTE_HOST_DEVICE Sequence of(const AttentionParams& params, int batch) {
-    if constexpr (kKind != MaskKind::kPacked) {
+    if constexpr (!has_sequences(kKind)) {
       return {params.len_q, params.len_k, 0, 0, 0, params.len_k};
     } else {
       const SequenceTable& table = params.sequences;

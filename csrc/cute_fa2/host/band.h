@@ -13,8 +13,13 @@
 namespace flash_cute {
 
 // kFull: every query sees every key. kBanded: a query sees an interval of keys. kPacked: banded, of
-// sequences whose lengths and places are in device memory (SequenceTable).
-enum class MaskKind { kFull, kBanded, kPacked };
+// sequences whose lengths and places are in device memory (SequenceTable). kScored: likewise, and
+// the scores change (ScoreChanges).
+enum class MaskKind { kFull, kBanded, kPacked, kScored };
+
+FLASH_CUTE_HOST_DEVICE constexpr bool has_sequences(MaskKind mask) {
+  return mask == MaskKind::kPacked || mask == MaskKind::kScored;
+}
 
 // Query i sees the keys [max(0, i + begin), min(len_k, i + end)). MaskKind::kFull ignores it. For
 // MaskKind::kPacked the host does not know the lengths: its band is about the diagonal j = i, and

@@ -18,14 +18,17 @@ namespace flash_cute {
 namespace {
 
 bool is_built(int head_dim) {
-  return std::find(kBuiltHeadDims.begin(), kBuiltHeadDims.end(), head_dim) != kBuiltHeadDims.end();
+  const auto has = [&](const auto& built) {
+    return std::find(built.begin(), built.end(), head_dim) != built.end();
+  };
+  return has(kBuiltHeadDims) || has(kBuiltLargeHeadDims);
 }
 
 }  // namespace
 
 // Tiles are described for elements of 16 bits.
 std::string build_info() {
-  std::string archs, head_dims, tiles;
+  std::string archs, head_dims, large_head_dims, tiles;
   const std::string names = FLASH_CUTE_ARCHS;
   for (size_t begin = 0; begin < names.size();) {
     const size_t end = std::min(names.find(' ', begin), names.size());
@@ -33,6 +36,7 @@ std::string build_info() {
     begin = end + 1;
   }
   for (int head_dim : kBuiltHeadDims) append(head_dims, std::to_string(head_dim));
+  for (int head_dim : kBuiltLargeHeadDims) append(large_head_dims, std::to_string(head_dim));
   for (const TileEntrySm80& entry : kFwdTilesSm80) {
     if (is_built(entry.config.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
   }
@@ -53,8 +57,10 @@ std::string build_info() {
       .add("cuda_runtime", CUDART_VERSION)
       .add("max_length", kMaxLength)
       .add("max_head_dim", kMaxHeadDim)
+      .add("max_head_dim_bwd", kMaxHeadDimBwd)
       .add_json("archs", in_brackets(archs))
       .add_json("head_dims", in_brackets(head_dims))
+      .add_json("large_head_dims", in_brackets(large_head_dims))
       .add("left_out", FLASH_CUTE_LEFT_OUT)
       .add_json("tiles", in_brackets(tiles))
       .str();
@@ -73,6 +79,10 @@ std::string tiles_for(int64_t smem_per_cta) {
     const int bwd = select_bwd_sm80(head_dim, limit, bytes);
     if (fwd >= 0) append(tiles, as_json(kFwdTilesSm80[fwd], DType::kHalf).str());
     if (bwd >= 0) append(tiles, as_json(kBwdTilesSm80[bwd], DType::kHalf).str());
+  }
+  for (int head_dim : kBuiltLargeHeadDims) {
+    const int fwd = select_fwd_sm80(head_dim, limit, bytes);
+    if (fwd >= 0) append(tiles, as_json(kFwdTilesSm80[fwd], DType::kHalf).str());
   }
   return in_brackets(tiles);
 }

@@ -14,14 +14,21 @@ namespace flash_cute {
   throw std::runtime_error("flash_cute: " + sentence);
 }
 
-// The smallest head dim that was built and serves the call.
-inline int built_head_dim(const AttentionParams& params) {
+// The smallest head dim that was built and serves the call; of a forward, the large ones too.
+inline int built_head_dim(const AttentionParams& params, bool forward = false) {
   const int head_dim = std::max(params.head_dim, params.head_dim_v);
+  int greatest = 0;
   for (int built : kBuiltHeadDims) {
     if (head_dim <= built) return built;
+    greatest = built;
+  }
+  for (int built : kBuiltLargeHeadDims) {
+    if (!forward) break;
+    if (head_dim <= built) return built;
+    greatest = built;
   }
   refuse("this build has no kernel for head dim " + std::to_string(head_dim) +
-         ", only for those up to " + std::to_string(kBuiltHeadDims.back()) +
+         ", only for those up to " + std::to_string(greatest) +
          "; build with FLASH_CUTE_HEAD_DIMS naming more, or without it");
 }
 

@@ -28,7 +28,7 @@ struct UnusedRows {
   int64_t stride_row;
   int heads;
   int row_words;
-  bool of_keys;
+  uint32_t of_keys;  // no bool: g++ 12 clears its padding in the wrong place, in BlockRequests
   uint32_t word;
 };
 

@@ -39,6 +39,13 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
       });
     });
   });
+  head_dim_switch<kBuiltLargeHeadDims>(plan.head_dim, [&](auto head_dim) {
+    dtype_switch(params.dtype, [&](auto dtype) {
+      mask_switch(params.mask, [&](auto mask) {
+        launch_fwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
+      });
+    });
+  });
   if (is_split) launch_combine(params, device, stream);
 }
 

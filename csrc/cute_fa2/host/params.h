@@ -1,7 +1,9 @@
 // What a call is, as plain structs: tensors, sizes, mask and scale. No torch, no CuTe.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "host/band.h"
 #include "host/scale.h"
@@ -10,7 +12,8 @@ namespace flash_cute {
 
 // Rows and keys are counted in 32 bits. Sums of two lengths and the rows of a tile stay below 2^31.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - (1 << 12);
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 1024;
+constexpr int kMaxHeadDimBwd = 256;  // of gradients
 
 enum class Arch { kSm80 = 80, kSm90 = 90 };
 
@@ -103,6 +106,29 @@ struct BlockList {
   const SequenceBlock* in_place{};  // (bound): by their place in memory (Sequence::first_block)
 };
 
+// A bias of scores, (batch, heads_q, len_q, len_k), in fp32 or of the inputs' dtype. Keys are
+// contiguous. The stride of a dimension over which it is expanded is 0.
+struct BiasView {
+  const void* data;
+  int64_t stride_batch;
+  int64_t stride_head;
+  int64_t stride_row;
+  bool has_keys;  // else it is expanded over them
+  bool is_float;
+};
+
+// What changes scores ahead of the mask (MaskKind::kScored): common/score_mod.h has the formula.
+struct ScoreChanges {
+  float softcap;   // 0: none
+  float exponent;  // of 2 in e^(2 x / softcap), by score
+  struct {
+    const float* data;  // null: none
+    int64_t stride_batch;
+    int64_t stride_head;
+  } slopes;       // of ALiBi, (batch, heads_q)
+  BiasView bias;  // its data may be null
+};
+
 // What a forward and its backward have in common.
 struct AttentionParams {
   TensorView<const void*> q;  // (batch, heads_q, len_q, head_dim)
@@ -120,12 +146,13 @@ struct AttentionParams {
   MaskKind mask;
   Band band;
   SequenceTable sequences;  // MaskKind::kPacked
+  ScoreChanges changes;     // MaskKind::kScored
   const float* sink;        // (heads_q): the score of a key without a value; null if there is none
   SoftmaxScale scale;
 
   FLASH_CUTE_HOST_DEVICE int heads_kv() const { return heads_q / group_size; }
   bool is_full() const { return mask == MaskKind::kFull; }
-  bool is_packed() const { return mask == MaskKind::kPacked; }
+  bool is_packed() const { return has_sequences(mask); }
   // See Band.
   bool is_window() const { return !is_full() && band.is_window(len_q); }
   bool is_triangle() const { return !is_full() && band.is_triangle(len_q, len_k); }
@@ -169,6 +196,21 @@ struct BwdWorkspace {
                // block of dq, (batch, heads_q, m_blocks); else null
 };
 
+// The gradient of a bias, in its own shape. Of a dimension over which the bias is expanded it has
+// one element, and the stride is 0.
+struct BiasGradient {
+  void* data;  // null if none is asked for
+  int64_t stride_batch;
+  int64_t stride_head;
+  int64_t stride_row;
+  int64_t stride_key;
+  bool has_batch;
+  bool has_heads;
+  bool has_rows;
+  bool has_keys;
+  bool is_float;  // else of the inputs' dtype
+};
+
 struct BwdParams : AttentionParams {
   TensorView<const void*> dout;   // (batch, heads_q, len_q, head_dim_v)
   TensorView<const void*> out;    // likewise
@@ -178,7 +220,8 @@ struct BwdParams : AttentionParams {
   TensorView<void*> dk;           // as k
   TensorView<void*> dv;           // as v
   float* dsink;                   // as sink; null if there is none
-  bool deterministic;             // dQ has the same bits each time
+  BiasGradient dbias;
+  bool deterministic;  // dQ has the same bits each time
 
   int m_blocks;  // of block_m rows, and
   int n_blocks;  // of block_n keys, as the plan's tile has them; of packed sequences the places of
@@ -191,5 +234,18 @@ struct BwdParams : AttentionParams {
   int head_splits;
   BwdWorkspace workspace;
 };
+
+// Makes a call, whose scale is set, one whose scores change. Its softmax has no scale.
+inline void set_changes(AttentionParams& params, const ScoreChanges& changes) {
+  constexpr double kMost = std::numeric_limits<float>::max();
+  const double scale = params.scale.scale;
+  params.mask = MaskKind::kScored;
+  params.changes = changes;
+  params.scale = make_softmax_scale(1);
+  params.scale.scale = static_cast<float>(scale);
+  if (changes.softcap == 0.f) return;
+  params.changes.exponent =
+      static_cast<float>(std::clamp(2 * kLog2e * scale / changes.softcap, -kMost, kMost));
+}
 
 }  // namespace flash_cute

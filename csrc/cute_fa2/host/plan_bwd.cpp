@@ -15,6 +15,12 @@ namespace {
 // The entries of the batch that blocks are counted in.
 int64_t entries(const BwdParams& params) { return params.is_packed() ? 1 : params.batch; }
 
+// Query rows of a head, of all sequences that its tiles go through.
+int64_t rows_of_head(const BwdParams& params) {
+  const bool is_padded = params.is_packed() && !params.sequences.cu_seqlens_q;
+  return int64_t{params.len_q} * (is_padded ? params.batch : 1);
+}
+
 // The most blocks of `of_block` rows that a head of an entry has.
 int count_blocks(const BwdParams& params, const int* cu_seqlens, int rows, int of_block) {
   const int64_t of_one = ceil_div(rows, of_block);
@@ -44,17 +50,19 @@ int choose_head_splits(const BwdParams& params, int64_t tiles, int multiprocesso
 TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
                       const DeviceProperties& device) {
   const int64_t columns = params.head_dim + params.head_dim_v;
-  const int64_t rows = params.len_q * ceil_div(params.group_size, plan.head_splits);
-  const int64_t head_bytes =
-      rows * (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
+  const int64_t rows = rows_of_head(params) * ceil_div(params.group_size, plan.head_splits);
+  const int64_t head_bytes = std::max<int64_t>(rows, 1) *
+                             (columns * bytes_of(params.dtype) + params.head_dim * sizeof(float));
   const int heads = params.heads_kv() * static_cast<int>(entries(params)) * plan.head_splits;
   const bool are_few = int64_t{heads} * plan.n_blocks < 8 * int64_t{device.multiprocessors};
   const int64_t in_l2 = device.l2_bytes / 3 * 2 / head_bytes;
   const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
                                : are_few                ? heads
                                                         : in_l2;
-  const int head_group =
-      params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
+  const int head_group = params.is_full() ? 1
+                         : params.is_packed()
+                             ? packed_head_group(heads, in_l2)
+                             : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   return {.m_blocks = plan.n_blocks,
           .heads = heads,
           .head_group = head_group,
@@ -69,15 +77,18 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
 TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
                          const DeviceProperties& device) {
   const int64_t columns = params.head_dim + params.head_dim_v;
-  const int64_t kv_head_bytes =
-      std::max<int64_t>(params.len_k, 1) * columns * bytes_of(params.dtype);
+  const bool is_padded = params.is_packed() && !params.sequences.cu_seqlens_k;
+  const int64_t keys = std::max<int64_t>(params.len_k, 1) * (is_padded ? params.batch : 1);
+  const int64_t kv_head_bytes = keys * columns * bytes_of(params.dtype);
   const int m_blocks =
       count_blocks(params, params.sequences.cu_seqlens_q, params.len_q, config.block_m());
   check_grid(params.heads_q * entries(params) * m_blocks);
   const int heads = params.heads_q * static_cast<int>(entries(params));
   const int64_t side_by_side = device.l2_bytes / 3 * 2 / kv_head_bytes * params.group_size;
-  const int head_group =
-      params.is_full() ? 1 : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
+  const int head_group = params.is_full() ? 1
+                         : params.is_packed()
+                             ? packed_head_group(heads, side_by_side)
+                             : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   return {.m_blocks = m_blocks,
           .heads = heads,
           .head_group = head_group,
@@ -162,6 +173,7 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";
+  if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
   if (why_not.empty()) {
@@ -228,6 +240,10 @@ BwdOverrides parse_bwd_overrides(const std::string& text) {
 
 BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
                  const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
+  if (std::max(params.head_dim, params.head_dim_v) > kMaxHeadDimBwd) {
+    refuse("the head dim is above " + std::to_string(kMaxHeadDimBwd) +
+           ", where the kernels have no gradient");
+  }
   std::string why_not_sm90;
   if (overrides.arch != 80) {
     BwdPlan plan = plan_sm90(params, overrides, device, encode_tensor_maps);

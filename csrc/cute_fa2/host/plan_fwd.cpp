@@ -30,7 +30,8 @@ void finish(FwdPlan& plan, const FwdParams& params, int block_m, const DevicePro
 }
 
 // The same of packed sequences, whose lengths the device alone knows. `ctas`: at most so many.
-void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t ctas) {
+void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t ctas,
+                   const DeviceProperties& device) {
   const int queries = block_m >> plan.gqa.log2_rows;  // of a tile
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
   const int64_t blocks = is_packed ? int64_t{params.len_q / queries} + params.batch
@@ -38,12 +39,18 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t 
   check_grid(blocks * plan.gqa.heads);
   plan.blocks = static_cast<int>(blocks);
   const int tiles = plan.blocks * plan.gqa.heads;
+  // Their K and V stay in two thirds of L2.
+  const int64_t keys = int64_t{params.len_k} * (params.sequences.cu_seqlens_k ? 1 : params.batch);
+  const int64_t columns = params.head_dim + params.head_dim_v;
+  const int64_t head_bytes = std::max<int64_t>(1, keys * columns * bytes_of(params.dtype));
+  const int head_group = plan.gqa.heads_per_kv *
+                         packed_head_group(params.heads_kv(), device.l2_bytes / 3 * 2 / head_bytes);
   plan.schedule = {.policy = ctas < tiles ? SchedulePolicy::kPersistentList : SchedulePolicy::kList,
                    .block_m = block_m,
                    .order = {.m_blocks = plan.blocks,
                              .heads = plan.gqa.heads,
-                             .head_group = 1,
-                             .first_head_group = 1},
+                             .head_group = head_group,
+                             .first_head_group = head_group},
                    .tail = TailSplit::none(tiles, block_m),
                    .ctas = static_cast<int>(std::min<int64_t>(ctas, tiles))};
   Allocator count(nullptr);
@@ -51,16 +58,18 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t 
   plan.workspace_bytes = count.bytes();
 }
 
-// Whether query heads are packed is decided by the mean length of packed sequences.
+// The call as it would be if all sequences were of the mean length. By that the host decides.
+FwdParams of_mean_length(FwdParams params) {
+  const auto mean = [&](int rows) { return static_cast<int>(ceil_div(rows, params.batch)); };
+  if (params.sequences.cu_seqlens_q) params.len_q = mean(params.len_q);
+  if (params.sequences.cu_seqlens_k) params.len_k = mean(params.len_k);
+  return params;
+}
+
+// A tile of packed sequences begins with a whole query.
 GqaLayout gqa_layout(const FwdParams& params, int block_m, int64_t max_rows) {
-  FwdParams mean = params;
-  if (params.sequences.cu_seqlens_q) {
-    mean.len_q = static_cast<int>(ceil_div(params.len_q, params.batch));
-    max_rows = std::min<int64_t>(max_rows, block_m);
-  } else if (params.is_packed()) {
-    max_rows = std::min<int64_t>(max_rows, block_m);
-  }
-  return GqaLayout::make(mean, block_m, max_rows);
+  if (params.is_packed()) max_rows = std::min<int64_t>(max_rows, block_m);
+  return GqaLayout::make(params, block_m, max_rows);
 }
 
 // -- sm80 -----------------------------------------------------------------------------------------
@@ -69,7 +78,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
                   const DeviceProperties& device) {
   FwdPlan plan{};
   plan.arch = Arch::kSm80;
-  plan.head_dim = built_head_dim(params);
+  plan.head_dim = built_head_dim(params, true);
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
@@ -78,9 +87,9 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
   const TileEntrySm80& entry = kFwdTilesSm80[plan.tile];
   const int block_m = entry.config.block_m;
   plan.block_n = entry.config.block_n;
-  plan.gqa = gqa_layout(params, block_m, kMaxLength);
+  plan.gqa = gqa_layout(of_mean_length(params), block_m, kMaxLength);
   if (params.is_packed()) {
-    finish_packed(plan, params, block_m, INT32_MAX);
+    finish_packed(plan, params, block_m, INT32_MAX, device);
     return plan;
   }
   plan.splits =
@@ -92,14 +101,20 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
 
 // -- sm90 -----------------------------------------------------------------------------------------
 
-// Why the sm90 kernels cannot serve the call, or nothing.
-std::string why_not_sm90(const FwdParams& p, const FwdOverrides& overrides,
+constexpr int kMaxHeadDimSm90 = 256;
+
+// Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
+std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& overrides,
                          const DeviceProperties& device) {
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";
+  if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
   if (p.scale.q_sign != 1.f) return "softmax_scale is not above 0";
+  if (head_dim > kMaxHeadDimSm90) {
+    return "the head dim is above " + std::to_string(kMaxHeadDimSm90);
+  }
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
   if (why_not.empty()) {
@@ -133,7 +148,7 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
     const TileEntrySm90& entry = kFwdTilesSm90[i];
     if (entry.config.head_dim != head_dim || !entry.serves(params.mask)) continue;
     const int block_m = entry.config.block_m(), block_n = entry.config.block_n;
-    const GqaLayout gqa = GqaLayout::make(params, block_m, max_rows_per_query_sm90(params));
+    const GqaLayout gqa = gqa_layout(params, block_m, max_rows_per_query_sm90(params));
     const TailSplit tail =
         TailSplit::make(params, block_m, gqa.tiles(params, block_m), multiprocessors);
     const double rows = tail.time(params, block_m, multiprocessors);
@@ -148,13 +163,14 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
 
 constexpr bool every_head_dim_has_tiles_sm90() {
   for (int built : kBuiltHeadDims) {
-    if (select_split_kv_sm90(built) < 0 || select_packed_sm90(built) < 0) return false;
-    bool full = false, banded = false;
+    if (select_split_kv_sm90(built) < 0) return false;
+    bool full = false, banded = false, packed = false;
     for (const TileEntrySm90& entry : kFwdTilesSm90) {
       full |= entry.config.head_dim == built && entry.full;
       banded |= entry.config.head_dim == built && entry.banded;
+      packed |= entry.config.head_dim == built && entry.packed;
     }
-    if (!full || !banded) return false;
+    if (!full || !banded || !packed) return false;
   }
   return true;
 }
@@ -164,16 +180,18 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
                   const DeviceProperties& device, EncodeTensorMaps encode_tensor_maps) {
   FwdPlan plan{};
   plan.arch = Arch::kSm90;
-  plan.head_dim = built_head_dim(params);
-  plan.why_not_sm90 = why_not_sm90(params, overrides, device);
+  plan.head_dim = built_head_dim(params, true);
+  plan.why_not_sm90 = why_not_sm90(params, plan.head_dim, overrides, device);
   if (!plan.why_not_sm90.empty()) return plan;
 
   if (params.is_packed()) {
-    plan.tile = select_packed_sm90(plan.head_dim);
+    const ChoiceSm90 choice =
+        choose_tile_sm90(of_mean_length(params), plan.head_dim, device.multiprocessors);
+    plan.tile = choice.tile;
+    plan.gqa = choice.gqa;
     const int block_m = kFwdTilesSm90[plan.tile].config.block_m();
     plan.block_n = kFwdTilesSm90[plan.tile].config.block_n;
-    plan.gqa = gqa_layout(params, block_m, max_rows_per_query_sm90(params));
-    finish_packed(plan, params, block_m, device.multiprocessors);
+    finish_packed(plan, params, block_m, device.multiprocessors, device);
     if (encode_tensor_maps) {
       plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
     }

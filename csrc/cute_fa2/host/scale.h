@@ -32,8 +32,9 @@ struct SoftmaxScale {
   FLASH_CUTE_HOST_DEVICE float signed_log2() const { return q_sign * scale_log2; }
 };
 
+constexpr double kLog2e = 1.4426950408889634;
+
 inline SoftmaxScale make_softmax_scale(double scale) {
-  constexpr double kLog2e = 1.4426950408889634;
   // Within these the factor is a normal number: -inf x factor is -inf, (s - max) x factor not NaN.
   constexpr double kMin = std::numeric_limits<float>::min();
   constexpr double kMax = std::numeric_limits<float>::max();

@@ -11,6 +11,14 @@ namespace flash_cute {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Packed sequences: how many of `heads` their tiles go through side by side (PackedTiles). It
+// divides them, and is at most `most`, but one.
+constexpr int packed_head_group(int heads, int64_t most) {
+  int group = most < 1 ? 1 : most < heads ? static_cast<int>(most) : heads;
+  while (heads % group != 0) --group;
+  return group;
+}
+
 // What the policies know of a call.
 struct TileGrid {
   const FwdParams& params;  // its splits are set

@@ -46,7 +46,7 @@ struct PreprocessKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
     const BwdParams& params = arguments.params;
-    const bool is_packed = params.mask == MaskKind::kPacked;
+    const bool is_packed = has_sequences(params.mask);
     const int thread = platform::thread_index();
     const int64_t block = platform::cta_index();
     if (thread == 0 && block == 0 && params.workspace.tickets) *params.workspace.tickets = 0;

@@ -28,7 +28,7 @@ struct SinkGradientKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     const BwdParams& params = arguments.params;
-    const bool is_packed = params.mask == MaskKind::kPacked;
+    const bool is_packed = has_sequences(params.mask);
     const int head = platform::cta_index();
     const int thread = platform::thread_index();
     const float sink_log2 = params.sink[head] * Sink::kLog2e;

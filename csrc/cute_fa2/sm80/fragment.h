@@ -26,6 +26,17 @@ CUTE_DEVICE constexpr auto select_rows(cute::Tensor<Engine, Layout>& fragment) {
                      make_layout(get<0>(layout), rows, get<2>(layout)));
 }
 
+// (values, MMA_M, MMA_N) -> (values, MMA_M, kCount): the accumulators along the columns from kFirst
+// on.
+template <int kFirst, int kCount, class Engine, class Layout>
+CUTE_DEVICE constexpr auto select_columns(cute::Tensor<Engine, Layout>& fragment) {
+  using namespace cute;
+  auto layout = fragment.layout();
+  auto columns = composition(get<2>(layout), make_layout(Int<kCount>{}));
+  return make_tensor(fragment.data() + layout(_0{}, _0{}, Int<kFirst>{}),
+                     make_layout(get<0>(layout), get<1>(layout), columns));
+}
+
 // (values, MMA_M, MMA_N) -> (values, MMA_M, 2): the pair's two accumulators along the columns.
 template <class Engine, class Layout>
 CUTE_DEVICE constexpr auto pair_of_columns(cute::Tensor<Engine, Layout>& fragment, int pair) {

@@ -31,12 +31,18 @@ CUTE_DEVICE void gemm_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& 
   }
 }
 
+struct DoNothing {
+  CUTE_DEVICE void operator()() const {}
+};
+
 // C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of their
 // products. Registers are too short for more. `copy_a(k)` brings A's fragments of step k and is
-// called ahead of that step's products.
-template <class LoadB, class TiledMma, class A, class CopyA, class B, class SmemB, class C>
+// called ahead of that step's products. `midway()` is called when half of the products are issued,
+// and operands for more are on their way.
+template <class LoadB, class TiledMma, class A, class CopyA, class B, class SmemB, class C,
+          class Midway = DoNothing>
 CUTE_DEVICE void warp_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a, B& rB,
-                           const SmemB& sB, C& rC) {
+                           const SmemB& sB, C& rC, const Midway& midway = {}) {
   using namespace cute;
   constexpr int kPairs = decltype(size<1>(rB))::value / 2;
   constexpr int kSteps = decltype(size<2>(rB))::value;
@@ -48,13 +54,16 @@ CUTE_DEVICE void warp_gemm(TiledMma mma, unsigned thread, const A& rA, const Cop
     const int k = i / kPairs, pair = i % kPairs;
     if (pair == 0 && k + 1 < kSteps) copy_a(k + 1);
     if (i + 1 < kPairs * kSteps) copy_b((i + 1) % kPairs, (i + 1) / kPairs);
+    if (i == kPairs * kSteps / 2) midway();
     gemm_pair(mma, rA(_, _, k), rB(_, _, k), pair, rC);
   }
 }
 
 // The same with A from shared memory too, one k16 step ahead of its products.
-template <class LoadA, class LoadB, class TiledMma, class SmemA, class SmemB, class C>
-CUTE_DEVICE void smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA, const SmemB& sB, C& rC) {
+template <class LoadA, class LoadB, class TiledMma, class SmemA, class SmemB, class C,
+          class Midway = DoNothing>
+CUTE_DEVICE void smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA, const SmemB& sB, C& rC,
+                           const Midway& midway = {}) {
   using namespace cute;
   auto thread_mma = mma.get_slice(thread);
   auto rA = thread_mma.partition_fragment_A(sA);  // (8, MMA_M, K / 16)
@@ -63,7 +72,7 @@ CUTE_DEVICE void smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA, const
   auto from_a = load_a.partition_S(sA);  // (ldmatrix, MMA_M, K / 16)
   auto to_a = load_a.retile_D(rA);       // as from_a
   auto copy_a = [&](int k) { copy(LoadA{}, from_a(_, _, k), to_a(_, _, k)); };
-  warp_gemm<LoadB>(mma, thread, rA, copy_a, rB, sB, rC);
+  warp_gemm<LoadB>(mma, thread, rA, copy_a, rB, sB, rC, midway);
 }
 
 }  // namespace flash_cute::sm80

@@ -125,7 +125,9 @@ class PersistentTileScheduler {
 class PackedTileScheduler {
  public:
   PackedTileScheduler(const BlockList& list, int heads, const TileSchedule& schedule)
-      : tiles_(list, heads), block_m_(schedule.block_m), ctas_(schedule.ctas) {}
+      : tiles_(list, heads, schedule.order.head_group),
+        block_m_(schedule.block_m),
+        ctas_(schedule.ctas) {}
 
   class Iterator {
    public:

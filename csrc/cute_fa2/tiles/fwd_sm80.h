@@ -17,14 +17,26 @@ struct FwdConfigSm80 {
   // two key blocks in shared memory.
   bool pipelined_qk;
   int column_warps = 1;  // warps that share rows: each computes some columns of S and of O
+  // Large head dims have K and V of a block in chunks, so many in shared memory: of K all keys and
+  // `k_columns` of the columns, of V `v_keys` x `v_columns`. 0: whole blocks.
+  int chunk_stages = 0;
+  int k_columns = 0;
+  int v_keys = 0;
+  int v_columns = 0;
 
   constexpr int threads() const { return row_warps * column_warps * 32; }
-  constexpr int stages() const { return pipelined_qk ? 2 : 1; }  // key blocks in shared memory
+  constexpr bool is_chunked() const { return chunk_stages > 0; }
+  // Key blocks in shared memory, or chunks.
+  constexpr int stages() const { return is_chunked() ? chunk_stages : pipelined_qk ? 2 : 1; }
+  constexpr int chunk_elements() const {
+    const int k = block_n * k_columns, v = v_keys * v_columns;
+    return k > v ? k : v;
+  }
   // Q, K and V; O goes through Q's space. Warps that share rows exchange P, and a word for each
   // row and warp.
   constexpr int smem_bytes(int element_bytes) const {
     const int q = block_m * (head_dim > head_dim_v ? head_dim : head_dim_v);
-    const int kv = stages() * block_n * (head_dim + head_dim_v);
+    const int kv = stages() * (is_chunked() ? chunk_elements() : block_n * (head_dim + head_dim_v));
     const int exchange = block_m * (block_n * element_bytes + column_warps * 4);
     return (q + kv) * element_bytes + (column_warps == 1 ? 0 : exchange);
   }
@@ -61,6 +73,15 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.17, N 512 to 16384
     {{256, 256, 128, 64, 4, false, 2}, 1},  // not timed
     {{256, 256, 64, 64, 4, false}, 1},      // 1.08, N 512 and 4096
+    // ..., column_warps, chunk_stages, k_columns, v_keys, v_columns; ctas_per_sm. None timed.
+    {{384, 384, 64, 128, 2, false, 4, 4, 64, 32, 384}, 1},
+    {{384, 384, 64, 64, 2, false, 4, 3, 64, 16, 384}, 1},
+    {{512, 512, 64, 128, 2, false, 4, 5, 64, 16, 512}, 1},
+    {{512, 512, 64, 64, 2, false, 4, 3, 64, 16, 256}, 1},
+    {{768, 768, 32, 256, 1, false, 8, 4, 32, 16, 768}, 1},
+    {{768, 768, 32, 128, 1, false, 8, 5, 32, 16, 256}, 1},
+    {{1024, 1024, 32, 256, 1, false, 8, 5, 32, 16, 512}, 1},
+    {{1024, 1024, 32, 128, 1, false, 8, 3, 32, 16, 256}, 1},
 };
 
 // The index of the entry that serves `head_dim` (a bucket), or -1.

@@ -62,7 +62,7 @@ struct TileEntrySm90 {
   int row_cost = 100;     // time of a query row, in per cent of that in the head dim's first entry
   bool split_kv = false;  // serves split-KV, of any mask; one entry of a head dim
 
-  bool packed = false;  // serves MaskKind::kPacked; one entry of a head dim
+  bool packed = false;  // serves MaskKind::kPacked and kScored
 
   constexpr bool serves(MaskKind mask) const {
     switch (mask) {
@@ -71,6 +71,7 @@ struct TileEntrySm90 {
       case MaskKind::kBanded:
         return banded;
       case MaskKind::kPacked:
+      case MaskKind::kScored:
         return packed;
     }
     __builtin_unreachable();
@@ -91,7 +92,7 @@ inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     {{96, 96, 3, 64, 4, 2, false}, false, true, 100, false, true},   // 1.36, N 512 and 4096
     {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},         // not timed
     {{128, 128, 3, 64, 2, 2, false}, true, true, 100, false, true},  // 1.21, N 4096
-    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true},         // 1.06, N 512
+    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true, true},   // 1.06, N 512
     {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true},    // 1.18, N 512 and 4096
     {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},    // 1.17, N 512 and 4096
 };
@@ -107,9 +108,6 @@ constexpr int select_fwd_sm90(int head_dim, bool TileEntrySm90::* property) {
 }
 constexpr int select_split_kv_sm90(int head_dim) {
   return select_fwd_sm90(head_dim, &TileEntrySm90::split_kv);
-}
-constexpr int select_packed_sm90(int head_dim) {
-  return select_fwd_sm90(head_dim, &TileEntrySm90::packed);
 }
 
 }  // namespace flash_cute

@@ -58,8 +58,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
     std::optional<Tensor> seqused_q, std::optional<Tensor> seqused_k,
     std::optional<Tensor> key_start, std::optional<double> softmax_scale, int64_t window_left,
     int64_t window_right, std::optional<int64_t> diagonal_offset, double softcap,
-    bool deterministic, bool /*bias_grad*/, std::optional<std::string> tuning) {
-  check_served(alibi_slopes, bias, softcap);
+    bool deterministic, bool bias_grad, std::optional<std::string> tuning) {
   const BwdOverrides overrides = parse_bwd_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
@@ -73,6 +72,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   const int32_t fp32 = aoti_torch_dtype_float32();
   const Sequences sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start,
                             gq.sizes[0], device);
+  const Changes changes(alibi_slopes, bias, softcap, dtype, device);
   const Numbers sink("learnable_sink", learnable_sink, heads_q, fp32, device);
   Tensor dq = new_like(q, dtype, device);
   Tensor dk = new_like(k, dtype, device);
@@ -80,7 +80,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   const int64_t of_sink = learnable_sink ? heads_q : 0;
   Tensor dsink = learnable_sink ? empty_strided(1, &of_sink, &stride, fp32, device)
                                 : torch::stable::new_empty(q, {0});
-  Tensor dbias = torch::stable::new_empty(q, {0});
+  STD_TORCH_CHECK(bias || !bias_grad, "bias_grad is asked for without a bias");
+  Tensor dbias =
+      bias_grad ? new_like(*bias, dtype_of(*bias), device) : torch::stable::new_empty(q, {0});
   const auto results = [&] {
     if (learnable_sink && dtype_of(*learnable_sink) != fp32) {
       Tensor rounded = empty_strided(1, &of_sink, &stride, dtype_of(*learnable_sink), device);
@@ -93,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   const bool has_keys = gk.sizes[2] > 0, has_gradient = dout || dlse;
   const bool is_empty = rows == 0 || sequences.count() == 0 || !has_gradient;
   if (is_empty || !has_keys) {
-    for (Tensor* gradient : {&dq, &dk, &dv}) torch::stable::zero_(*gradient);
+    for (Tensor* gradient : {&dq, &dk, &dv, &dbias}) torch::stable::zero_(*gradient);
     if (is_empty) torch::stable::zero_(dsink);
     if (is_empty || !learnable_sink) return results();
   }
@@ -107,8 +109,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   BwdParams params{};
   set_attention(params, gq, gk, dtype, softmax_scale, window_left, window_right, diagonal_offset);
   sequences.set(params, window_left, window_right, diagonal_offset);
+  changes.set(params, window_left, window_right, diagonal_offset);
   params.sink = sink.data<const float>();
   if (learnable_sink) params.dsink = static_cast<float*>(dsink.data_ptr());
+  if (bias_grad) params.dbias = gradient_of_bias(params, dbias);
   params.q = readable(q, q_copy);
   params.k = readable(k, k_copy);
   params.v = readable(v, v_copy);

@@ -21,7 +21,6 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
                                double softcap,
                                std::optional<bool> /*deterministic: for the backward*/,
                                std::optional<std::string> tuning) {
-  check_served(alibi_slopes, bias, softcap);
   const FwdOverrides overrides = parse_overrides(tuning.value_or(""));
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
@@ -34,6 +33,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
   const int32_t fp32 = aoti_torch_dtype_float32();
   const Sequences sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start, batch,
                             device);
+  const Changes changes(alibi_slopes, bias, softcap, dtype, device);
   const Numbers sink("learnable_sink", learnable_sink, heads_q, fp32, device);
   const int64_t lse_strides[3] = {heads_q * len_q, len_q, 1};
   Tensor out = new_like(q, dtype, device);
@@ -52,6 +52,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
   FwdParams params{};
   set_attention(params, gq, gk, dtype, softmax_scale, window_left, window_right, diagonal_offset);
   sequences.set(params, window_left, window_right, diagonal_offset);
+  changes.set(params, window_left, window_right, diagonal_offset);
   params.sink = sink.data<const float>();
   params.q = readable(q, q_copy);
   params.k = readable(k, k_copy);

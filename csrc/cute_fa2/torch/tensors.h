@@ -132,7 +132,7 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int3
   const int64_t *size_q = gq.sizes, *size_k = gk.sizes, *size_v = gv.sizes;
   STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= kMaxHeadDim && size_k[3] == size_q[3] &&
                       size_v[3] == size_q[3],
-                  "q, k and v must have the same head dim, from 1 to 256");
+                  "q, k and v must have the same head dim, from 1 to ", kMaxHeadDim);
   STD_TORCH_CHECK(size_k[0] == size_q[0] && size_v[0] == size_q[0],
                   "q, k and v must have the same batch size");
   STD_TORCH_CHECK(size_v[1] == size_k[1] && size_v[2] == size_k[2],
@@ -144,17 +144,6 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int3
   STD_TORCH_CHECK(size_q[0] <= INT32_MAX && size_q[1] <= INT32_MAX,
                   "batch and heads must be below 2^31");
   STD_TORCH_CHECK(std::isfinite(softmax_scale.value_or(1)), "softmax_scale must be finite");
-}
-
-// Refuses what the kernels do not serve yet; flash_cute/checks.py has the same list.
-inline void check_served(const std::optional<Tensor>& alibi_slopes,
-                         const std::optional<Tensor>& bias, double softcap) {
-  const auto check = [](bool given, const char* name) {
-    STD_TORCH_CHECK(!given, name, " is not served on GPUs yet");
-  };
-  check(alibi_slopes.has_value(), "alibi_slopes");
-  check(bias.has_value(), "bias");
-  check(softcap != 0, "softcap");
 }
 
 // Numbers that kernels read as they are: of `dtype`, one behind the other.
@@ -231,6 +220,85 @@ class Sequences {
   bool exist_;
   Numbers cu_seqlens_q_, cu_seqlens_k_, seqused_q_, seqused_k_, key_start_;
 };
+
+// What changes scores ahead of the mask.
+class Changes {
+ public:
+  Changes(const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& bias,
+          double softcap, int32_t dtype, int32_t device)
+      : slopes_(alibi_slopes), bias_(bias), softcap_(softcap) {
+    STD_TORCH_CHECK(0 <= softcap && softcap < INFINITY, "softcap must be finite, and 0 or more");
+    const int32_t fp32 = aoti_torch_dtype_float32();
+    if (slopes_) {
+      STD_TORCH_CHECK(dtype_of(*slopes_) == fp32, "alibi_slopes must be float32");
+      check_device("alibi_slopes", *slopes_, device);
+    }
+    if (bias_) {
+      STD_TORCH_CHECK(dtype_of(*bias_) == fp32 || dtype_of(*bias_) == dtype,
+                      "bias must be float32 or of q's dtype");
+      check_device("bias", *bias_, device);
+      const int64_t* const sizes = bias_->sizes().data();
+      if (bias_->dim() == 4 && sizes[3] > 1 && bias_->strides()[3] != 1) {  // keys lie apart
+        const Tensor dense =
+            torch::stable::new_empty(*bias_, {sizes[0], sizes[1], sizes[2], sizes[3]});
+        bias_ = torch::stable::copy_(dense, *bias_);
+      }
+    }
+  }
+
+  // Tells `params` of them, if there are any, behind the sequences.
+  void set(AttentionParams& params, int64_t window_left, int64_t window_right,
+           std::optional<int64_t> diagonal_offset) const {
+    if (!slopes_ && !bias_ && softcap_ == 0) return;
+    if (!params.is_packed()) {
+      STD_TORCH_CHECK(!diagonal_offset, "diagonal_offset does not go with changes of scores");
+      params.band = band_of_packed(window_left, window_right);
+    }
+    ScoreChanges changes{.softcap = static_cast<float>(softcap_)};
+    if (slopes_) {
+      const int64_t dims = slopes_->dim();
+      STD_TORCH_CHECK((dims == 1 || (dims == 2 && slopes_->sizes()[0] == params.batch)) &&
+                          slopes_->sizes()[dims - 1] == params.heads_q,
+                      "alibi_slopes must have an element for each head, or each sequence and head");
+      changes.slopes = {static_cast<const float*>(slopes_->data_ptr()),
+                        dims == 2 ? slopes_->strides()[0] : 0, slopes_->strides()[dims - 1]};
+    }
+    if (bias_) {
+      STD_TORCH_CHECK(!params.sequences.cu_seqlens_q, "packed sequences have no bias");
+      STD_TORCH_CHECK(bias_->dim() == 4, "bias must have 4 dimensions");
+      const int64_t whole[4] = {params.batch, params.heads_q, params.len_q, params.len_k};
+      int64_t steps[4];
+      for (int dim = 0; dim < 4; ++dim) {
+        const int64_t size = bias_->sizes()[dim];
+        STD_TORCH_CHECK(size == 1 || size == whole[dim], "bias must broadcast to the scores");
+        steps[dim] = size > 1 ? bias_->strides()[dim] : 0;
+      }
+      changes.bias = {bias_->data_ptr(), steps[0],
+                      steps[1],          steps[2],
+                      steps[3] != 0,     dtype_of(*bias_) == aoti_torch_dtype_float32()};
+    }
+    set_changes(params, changes);
+  }
+
+ private:
+  static void check_device(const char* name, const Tensor& t, int32_t device) {
+    STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name, " must be on q's device");
+  }
+
+  std::optional<Tensor> slopes_, bias_;
+  double softcap_;
+};
+
+inline BiasGradient gradient_of_bias(const AttentionParams& params, const Tensor& dbias) {
+  const Geometry g(dbias);
+  const int64_t whole[4] = {params.batch, params.heads_q, params.len_q, params.len_k};
+  const auto has = [&](int dim) { return g.sizes[dim] == whole[dim]; };
+  return {dbias.data_ptr(), g.step(0),
+          g.step(1),        g.step(2),
+          g.step(3),        has(0),
+          has(1),           has(2),
+          has(3),           dtype_of(dbias) == aoti_torch_dtype_float32()};
+}
 
 // Memory of the device for kernels alone, if they want any. It comes from torch's allocator, in the
 // stream's order, and goes back there.

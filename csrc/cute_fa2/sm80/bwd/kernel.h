@@ -32,7 +32,7 @@ struct BwdKernel {
       if (platform::thread_index() == 0) smem.ticket = platform::next_number(tickets);
       platform::sync_cta();  // the ticket is there
     }
-    if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
+    if constexpr (has_sequences(kMask)) {  // the grid is as large as there may be tiles
       const int index = index_of(arguments, smem, platform::cta_index());
       if (index >= arguments.packed_tiles.count()) return;
       if (platform::thread_index() == 0) {
@@ -80,14 +80,14 @@ struct BwdKernel {
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, const SharedMemory& smem,
                                        int cta) {
     const int index = index_of(arguments, smem, cta);
-    const TileCoord tile = kMask == MaskKind::kPacked ? arguments.packed_tiles.tile(index)
-                                                      : arguments.decoder.tile(index);
+    const TileCoord tile =
+        has_sequences(kMask) ? arguments.packed_tiles.tile(index) : arguments.decoder.tile(index);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }
   static CUTE_DEVICE decltype(auto) sequence_of(const BwdParams& params, const SharedMemory& smem,
                                                 int batch) {
-    if constexpr (kMask == MaskKind::kPacked) {
+    if constexpr (has_sequences(kMask)) {
       return (smem.sequence);
     } else {
       return Sequence::of<kMask>(params, batch);

@@ -6,6 +6,7 @@
 
 #include "common/grid.h"
 #include "host/launch_bwd.h"
+#include "sm80/bwd/bias_gradient.h"
 #include "sm80/bwd/kernel.h"
 #include "static_switch.h"
 #include "tiles/bwd_sm80.h"
@@ -32,8 +33,16 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   const int heads_kv = params.heads_kv(), n_blocks = params.n_blocks;
   const BwdArguments arguments = {params, TileDecoder(plan.order, heads_kv, params.batch),
                                   static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
-                                  heads_kv, PackedTiles(params.key_tiles, heads_kv)};
+                                  heads_kv,
+                                  PackedTiles(params.key_tiles, heads_kv, plan.order.head_group)};
   run_grid<BwdKernel<Traits, kMask>>(arguments, plan.ctas, device, stream);
+  if constexpr (kMask == MaskKind::kScored) {
+    if (params.dbias.data) {
+      using Kernel = BiasGradientKernel<Traits>;
+      const typename Kernel::Arguments of_bias(params);
+      run_grid<Kernel>(of_bias, of_bias.ctas(), device, stream);
+    }
+  }
   const float scale = params.scale.scale;
   if (params.workspace.dq) {
     launch_convert<Traits, typename Traits::TiledMmaDq, typename Traits::ShapeQ>(

@@ -12,6 +12,7 @@
 #include "common/gradient.h"
 #include "common/mask.h"
 #include "common/platform.h"
+#include "common/score_mod.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "sm80/bwd/accumulator.h"
@@ -112,7 +113,7 @@ class BwdMainloop {
 
   // For packed sequences made anew, from what shared memory has: it would hold registers.
   CUTE_DEVICE decltype(auto) mask() const {
-    if constexpr (kMask == MaskKind::kPacked) {
+    if constexpr (has_sequences(kMask)) {
       return TileMask(params_, sequence_, UnpackedRows{});
     } else {
       return (mask_);
@@ -156,7 +157,7 @@ class BwdMainloop {
   }
 
   CUTE_DEVICE int64_t index_of(Block block) const {
-    if constexpr (kMask == MaskKind::kPacked) {
+    if constexpr (has_sequences(kMask)) {
       return int64_t{block.head} * params_.m_blocks + smem_.first_index + block.m_block;
     }
     return (int64_t{tile_.batch} * params_.heads_q + block.head) * params_.m_blocks + block.m_block;
@@ -194,8 +195,17 @@ class BwdMainloop {
     auto tSrDp = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, N / 8)
     gemm_of_rows<TiledMmaS>(sQ(stage), sK(), tSrS);
     const int row0 = block.m_block * kBlockM;
-    to_weights(row0, stage, tSrS);
-    store_shared(tSrS, sP());
+    if constexpr (kMask == MaskKind::kScored) {
+      auto derivatives = make_fragment_like<Derivative>(tSrS);
+      change_scores(block, tSrS, derivatives);
+      to_weights(row0, stage, tSrS);
+      store_shared(tSrS, sP());
+      CUTE_UNROLL
+      for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
+    } else {
+      to_weights(row0, stage, tSrS);
+      store_shared(tSrS, sP());
+    }
     gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp);
     to_score_gradients(stage, tSrS, tSrDp);
     store_shared(tSrDp, sDs());
@@ -243,6 +253,16 @@ class BwdMainloop {
         TiledMmaS{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeS{})));
   }
 
+  // `derivatives`: of the changed scores by S, but for the scale.
+  template <class S, class Derivatives>
+  CUTE_DEVICE void change_scores(Block block, S& tSrS, Derivatives& derivatives) const {
+    auto scores = as_matrix(tSrS);  // (rows, columns)
+    const ScoreMod<Element, true> score_mod(params_, sequence_, tile_.batch);
+    score_mod.apply(scores, as_matrix(derivatives), coords(platform::rematerialize(thread_)),
+                    coords(0u), block.m_block * kBlockM, n_block_ * kBlockN,
+                    [&](int row) { return PackGqa::HeadAndQuery{block.head, row}; });
+  }
+
   // P from S. The mask goes onto the exponent: the weight of a key that its row does not see may be
   // inf.
   template <class S>
@@ -278,7 +298,7 @@ class BwdMainloop {
     const auto at = coords(platform::rematerialize(thread_));
     CUTE_UNROLL
     for (int r = 0; r < size<0>(ds); ++r) {
-      const float delta = smem_.stats[stage][get<0>(at(r, 0))].delta;  // fault: bwd-delta
+      const float delta = smem_.stats[stage][get<0>(at(r, 0))].delta;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(ds); ++c) ds(r, c) = weights(r, c) * (ds(r, c) - delta);
     }

@@ -75,8 +75,7 @@ struct FwdEpilogue {
         TiledMma{}.get_slice(platform::thread_index()).partition_C(make_identity_tensor(ShapeO{})));
     softmax.join_sink(out, [&](int r) {
       const int row = tile.m_block * Traits::kBlockM + static_cast<int>(get<0>(tOcO(r, 0)));
-      const PackGqa& pack_gqa = arguments.pack_gqa;
-      return pack_gqa.head(tile.head, cute::min(pack_gqa.in_group(row), pack_gqa.packed_heads - 1));
+      return arguments.pack_gqa.query_of(tile.head, row).head;
     });
   }
 

@@ -8,9 +8,11 @@
 #include "common/pack_gqa.h"
 #include "common/platform.h"
 #include "common/sequence.h"
+#include "sm80/chunked_kv.h"
 #include "sm80/fwd/arguments.h"
 #include "sm80/fwd/epilogue.h"
 #include "sm80/fwd/mainloop.h"
+#include "sm80/fwd/mainloop_chunked.h"
 #include "sm80/fwd/mainloop_pipelined.h"
 #include "sm80/fwd/traits.h"
 #include "sm80/kv_source.h"
@@ -28,17 +30,19 @@ struct FwdKernel {
       Traits::kPipelinedQk                                  ? KeptAddresses::kThreadAndTarget
       : kMask != MaskKind::kFull && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
                                                             : KeptAddresses::kHead;
-  using KVSource = DenseKV<Traits, kKeptAddresses>;
-  using Mainloop =
+  using KVSource =
+      std::conditional_t<Traits::kIsChunked, ChunkedKV<Traits>, DenseKV<Traits, kKeptAddresses>>;
+  using Mainloop = std::conditional_t<
+      Traits::kIsChunked, FwdMainloopChunked<Traits, kMask, KVSource>,
       std::conditional_t<Traits::kPipelinedQk, FwdMainloopPipelined<Traits, kMask, KVSource>,
-                         FwdMainloop<Traits, kMask, KVSource>>;
+                         FwdMainloop<Traits, kMask, KVSource>>>;
   using Epilogue = FwdEpilogue<Traits>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     using namespace cute;
     const FwdParams& params = arguments.params;
     const PackGqa& pack_gqa = arguments.pack_gqa;
-    if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
+    if constexpr (has_sequences(kMask)) {  // the grid is as large as there may be tiles
       if (platform::cta_index() >= arguments.packed_tiles.count()) return;
     }
     const TileCoord tile = tile_of(arguments, platform::cta_index());
@@ -60,7 +64,7 @@ struct FwdKernel {
         tile_of(arguments, platform::rematerialize(platform::cta_index(), params.len_q));
     // Read again: it would hold registers, too.
     const Sequence of_done =
-        kMask == MaskKind::kPacked
+        has_sequences(kMask)
             ? sequence_of(arguments, done,
                           platform::rematerialize(platform::cta_index(), params.len_k))
             : sequence;
@@ -74,13 +78,13 @@ struct FwdKernel {
 
  private:
   static CUTE_DEVICE Sequence sequence_of(const Arguments& arguments, TileCoord tile, int cta) {
-    return kMask == MaskKind::kPacked ? arguments.packed_tiles.sequence(cta)
-                                      : Sequence::of_split(arguments.params, tile.split);
+    return has_sequences(kMask) ? arguments.packed_tiles.sequence(cta)
+                                : Sequence::of_split(arguments.params, tile.split);
   }
 
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int cta) {
-    const TileCoord tile = kMask == MaskKind::kPacked ? arguments.packed_tiles.tile(cta)
-                                                      : arguments.scheduler.tile(cta);
+    const TileCoord tile =
+        has_sequences(kMask) ? arguments.packed_tiles.tile(cta) : arguments.scheduler.tile(cta);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }

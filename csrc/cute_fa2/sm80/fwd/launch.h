@@ -2,10 +2,12 @@
 #pragma once
 
 #include <iterator>
+#include <type_traits>
 
 #include "common/grid.h"
 #include "host/launch_fwd.h"
 #include "sm80/fwd/kernel.h"
+#include "sm80/fwd/traits_chunked.h"
 #include "static_switch.h"
 #include "tiles/fwd_sm80.h"
 
@@ -20,9 +22,11 @@ void launch_fwd_sm80(const FwdPlan& plan, const FwdParams& params, int device,
       const PackGqa pack_gqa(plan.gqa);
       const sm80::Arguments arguments = {
           params, pack_gqa, sm80::SingleTileScheduler(plan.schedule, pack_gqa, params.batch),
-          PackedTiles(params.tiles, pack_gqa.heads)};
-      run_grid<sm80::FwdKernel<sm80::FwdTraits<kDType, kConfig>, kMask>>(
-          arguments, plan.schedule.ctas, device, stream);
+          PackedTiles(params.tiles, pack_gqa.heads, plan.schedule.order.head_group)};
+      using Traits =
+          std::conditional_t<kConfig.is_chunked(), sm80::ChunkedFwdTraits<kDType, kConfig>,
+                             sm80::FwdTraits<kDType, kConfig>>;
+      run_grid<sm80::FwdKernel<Traits, kMask>>(arguments, plan.schedule.ctas, device, stream);
     }
   });
 }

@@ -111,7 +111,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tOrO_step = select_rows<Rows>(tOrO);  // (4, MMA_M, Dv / 8)
     auto out = as_matrix(tOrO_step);           // (rows, columns)
     const int row0 = row0_ + Rows::kFirst * kMmaRows, key0 = n_block * kBlockN;
-    Traits::ScoreMod::apply(arguments_.params, scores, row0, key0);
+    this->template change_scores<kStepM>(row0, key0, scores);
     this->template apply_mask<kStepM>(row0, key0, scores);
     const bool is_first = !has_previous(n_block);
     const bool updated = softmax_.template update_limits<Rows::kFirstRow>(

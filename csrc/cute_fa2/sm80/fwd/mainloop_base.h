@@ -7,6 +7,7 @@
 #include "common/online_softmax.h"
 #include "common/pack_gqa.h"
 #include "common/platform.h"
+#include "common/score_mod.h"
 #include "common/sequence.h"
 #include "sm80/copy.h"
 #include "sm80/fragment.h"
@@ -40,7 +41,8 @@ class FwdMainloopBase {
   using AllRows = MmaRange<0, kBlockM / kMmaRows>;
   using FirstHalf = MmaRange<0, 1>;
   using SecondHalf = MmaRange<1, 1>;
-  static constexpr bool kHasHalves = !Traits::kSharesRows && kBlockM == 2 * kMmaRows;
+  static constexpr bool kHasHalves = !Traits::kSharesRows && kBlockM == 2 * kMmaRows &&
+                                     kMask != MaskKind::kScored;  // whose code is long
   static constexpr bool kUsesFirstHalf =
       kHasHalves && (kMask == MaskKind::kFull || Traits::kHeadDim < 128);
 
@@ -138,17 +140,31 @@ class FwdMainloopBase {
 
   // -- a block -----------------------------------------------------------------------------------
 
+  // (rows, columns) of kStepM rows and kBlockN keys -> (row, key)
+  template <int kStepM>
+  static CUTE_DEVICE auto coords(unsigned thread) {
+    using namespace cute;
+    return as_matrix(TiledMma{}.get_slice(thread).partition_C(
+        make_identity_tensor(Shape<Int<kStepM>, Int<kBlockN>>{})));
+  }
+
   // `scores`: kStepM rows from `row0` on, kBlockN keys from `key0` on.
   template <int kStepM, class Scores>
   CUTE_DEVICE void apply_mask(int row0, int key0, Scores& scores) const {
-    using namespace cute;
     if (!mask_.cuts(row0, kStepM, key0, kBlockN)) return;
-    auto coords = [](unsigned thread) {  // (rows, columns) -> (row, key)
-      auto slice = TiledMma{}.get_slice(thread);
-      return as_matrix(slice.partition_C(make_identity_tensor(Shape<Int<kStepM>, Int<kBlockN>>{})));
-    };
-    mask_.apply(scores, coords(platform::rematerialize(thread_)), coords(0u), row0, kStepM, key0,
-                kBlockN);
+    mask_.apply(scores, coords<kStepM>(platform::rematerialize(thread_)), coords<kStepM>(0u), row0,
+                kStepM, key0, kBlockN);
+  }
+
+  // The same scores, ahead of the mask.
+  template <int kStepM, class Scores>
+  CUTE_DEVICE void change_scores(int row0, int key0, Scores& scores) const {
+    if constexpr (kMask == MaskKind::kScored) {
+      const ScoreMod<Element, true> score_mod(arguments_.params, sequence_, tile_.batch);
+      score_mod.apply(scores, NoDerivatives{}, coords<kStepM>(platform::rematerialize(thread_)),
+                      coords<kStepM>(0u), platform::rematerialize(row0), key0,
+                      [&](int row) { return arguments_.pack_gqa.query_of(tile_.head, row); });
+    }
   }
 
   const Arguments& arguments_;

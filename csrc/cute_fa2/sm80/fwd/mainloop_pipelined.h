@@ -109,8 +109,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tSrQ = select_rows<Rows>(fragments.tSrQ);      // (8, MMA_M, D / 16)
     warp_gemm<LoadK>(TiledMma{}, thread, tSrQ, [](int) {}, fragments.tSrK, sK(n_block), tSrS);
     auto scores = as_matrix(tSrS);  // (rows, columns)
-    Traits::ScoreMod::apply(arguments_.params, scores, row0_ + Rows::kFirst * kMmaRows,
-                            n_block * kBlockN);
+    this->template change_scores<Rows::kCount * kMmaRows>(row0_ + Rows::kFirst * kMmaRows,
+                                                          n_block * kBlockN, scores);
   }
 
   // One key block; with kHasNext also S of the next.
@@ -147,8 +147,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     if constexpr (kHasNext) {
       auto tSrS_next = select_rows<NextRows<Rows>>(fragments.tSrS_all);  // (4, MMA_M, N / 8)
       auto next_scores = as_matrix(tSrS_next);                           // (rows, columns)
-      Traits::ScoreMod::apply(arguments_.params, next_scores,
-                              row0_ + NextRows<Rows>::kFirst * kMmaRows, (n_block - 1) * kBlockN);
+      this->template change_scores<NextRows<Rows>::kCount * kMmaRows>(
+          row0_ + NextRows<Rows>::kFirst * kMmaRows, (n_block - 1) * kBlockN, next_scores);
       fragments.may_exceed = softmax_.may_exceed(next_scores);
     }
   }

@@ -6,7 +6,6 @@
 
 #include "common/element.h"
 #include "common/platform.h"
-#include "common/score_mod.h"
 #include "host/params.h"
 #include "sm80/layouts.h"
 #include "tiles/fwd_sm80.h"
@@ -17,7 +16,6 @@ template <DType kDType, FwdConfigSm80 kConfig>
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
-  using ScoreMod = NoScoreMod;
 
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
@@ -28,6 +26,7 @@ struct FwdTraits {
   // registers to the last and orders instructions differently (measured, notes/sm80_forward.md).
   static constexpr int kMinCtas = kConfig.head_dim <= 128 ? 2 : 0;
   static constexpr bool kPipelinedQk = kConfig.pipelined_qk;
+  static constexpr bool kIsChunked = kConfig.is_chunked();  // see traits_chunked.h
   static constexpr int kStages = kConfig.stages();
   static constexpr int kRowWarps = kConfig.row_warps;
   static constexpr int kColumnWarps = kConfig.column_warps;
@@ -72,7 +71,7 @@ struct FwdTraits {
     alignas(128) Element v[kStages][cute::cosize_v<SmemLayoutV>];
     [[no_unique_address]] std::conditional_t<kSharesRows, Exchange, Nothing> exchange;
   };
-  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
+  static_assert(kIsChunked || sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
   template <class CopyOp, class T, int kStrip>
   using GmemTiledCopy = sm80::GmemTiledCopy<CopyOp, T, kThreads, kStrip>;

@@ -30,7 +30,7 @@ struct BwdArguments {
 
   template <MaskKind kMask>
   CUTE_DEVICE int tile_count() const {
-    return kMask == MaskKind::kPacked ? packed_tiles.count() : tiles;
+    return has_sequences(kMask) ? packed_tiles.count() : tiles;
   }
   // Tile `index` with its sequence. The blocks of rows of a sequence are numbered among all, as
   // their statistics and their sums of dQ lie in memory, from `first_index` on; those of a head lie
@@ -43,7 +43,7 @@ struct BwdArguments {
   };
   template <MaskKind kMask>
   CUTE_DEVICE PlacedTile tile(int index) const {
-    if constexpr (kMask == MaskKind::kPacked) {
+    if constexpr (has_sequences(kMask)) {
       int head;
       const SequenceTile& entry = packed_tiles.entry(index, head);
       return {PackedTiles::coord(entry, head),

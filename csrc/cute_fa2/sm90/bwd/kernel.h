@@ -45,7 +45,7 @@ struct BwdKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
       if (hopper::is_first_thread()) {
-        BwdProducer<Traits, kMask == MaskKind::kPacked> producer(arguments, smem);
+        BwdProducer<Traits, has_sequences(kMask)> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
             arguments, [&](const KeyTile& tile) { producer.run(tile); });
       } else if (arguments.dq_by == DqBy::kSums && hopper::is_first_lane()) {

@@ -50,18 +50,19 @@ void launch_keys(const BwdPlan& plan, const BwdArguments& arguments, int device,
 
 template <DType kDType, BwdEntrySm90 kEntry, MaskKind kMask>
 void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream) {
-  BwdArguments arguments = {plan.tensor_maps,
-                            params,
-                            TileDecoder(plan.order, params.heads_kv(), params.batch),
-                            cutlass::FastDivmod(params.m_blocks),
-                            cutlass::FastDivmod(params.heads_q),
-                            cutlass::FastDivmod(params.group_size),
-                            static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
-                            params.heads_kv(),
-                            plan.dq_by,
-                            plan.order.tiles(),
-                            plan.ctas,
-                            PackedTiles(params.key_tiles, params.heads_kv())};
+  BwdArguments arguments = {
+      plan.tensor_maps,
+      params,
+      TileDecoder(plan.order, params.heads_kv(), params.batch),
+      cutlass::FastDivmod(params.m_blocks),
+      cutlass::FastDivmod(params.heads_q),
+      cutlass::FastDivmod(params.group_size),
+      static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
+      params.heads_kv(),
+      plan.dq_by,
+      plan.order.tiles(),
+      plan.ctas,
+      PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group)};
   if constexpr (kEntry.keys.is_one_pass()) {
     using Traits = BwdTraits<kDType, kEntry.keys>;
     launch_keys<Traits, BwdKernel<Traits, kMask>>(plan, arguments, device, stream);
@@ -71,7 +72,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   }
   if (plan.dq_by == DqBy::kOwnKernel) {
     arguments.decoder = TileDecoder(plan.dq_order, params.heads_q, params.batch);
-    arguments.packed_tiles = PackedTiles(params.dq_tiles, params.heads_q);
+    arguments.packed_tiles = PackedTiles(params.dq_tiles, params.heads_q, plan.dq_order.head_group);
     run_grid<DqKernel<DqTraits<kDType, kEntry.rows>, kMask>>(arguments, plan.dq_order.tiles(),
                                                              device, stream, /*overlaps=*/true);
   }

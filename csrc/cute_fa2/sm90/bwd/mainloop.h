@@ -93,7 +93,7 @@ class BwdMainloop {
       int batch_head, m_block, batch, head;
       arguments_.m_blocks(batch_head, m_block, index);
       arguments_.heads_q(batch, head, batch_head);
-      if constexpr (kMask == MaskKind::kPacked) {
+      if constexpr (has_sequences(kMask)) {
         const SequenceBlock of_sequence = params_.row_blocks.in_place[m_block];
         batch = of_sequence.batch;
         m_block = of_sequence.block;
@@ -121,13 +121,29 @@ class BwdMainloop {
     smem_.q_full[state_.stage.stage].wait(
         state_.stage.parity);  // Q and the statistics have arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, k_operand(), q_operand(), tSrS);
-    smem_.dout_full[state_.stage.stage].wait(state_.stage.parity);  // dO has arrived
-    gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
-
-    hopper::wgmma_wait<1>();  // S is complete
-    warpgroup_fence_operand(tSrS);
-    scores_.to_weights(smem_.stats[state_.stage.stage], block.m_block * kBlockM, tSrS);
-    convert_to_words<Element>(tSrS, p_words);
+    const auto gemm_dp = [&] {
+      smem_.dout_full[state_.stage.stage].wait(state_.stage.parity);  // dO has arrived
+      gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
+    };
+    const int row0 = block.m_block * kBlockM;
+    if constexpr (kMask == MaskKind::kScored) {
+      // The derivatives have the registers of dP, which comes later.
+      auto derivatives = make_fragment_like<Derivative>(tSrS);
+      hopper::wgmma_wait<0>();  // S is complete
+      warpgroup_fence_operand(tSrS);
+      scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
+      scores_.to_weights(smem_.stats[state_.stage.stage], row0, tSrS);
+      convert_to_words<Element>(tSrS, p_words);
+      CUTE_UNROLL
+      for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
+      gemm_dp();
+    } else {
+      gemm_dp();
+      hopper::wgmma_wait<1>();  // S is complete
+      warpgroup_fence_operand(tSrS);
+      scores_.to_weights(smem_.stats[state_.stage.stage], row0, tSrS);
+      convert_to_words<Element>(tSrS, p_words);
+    }
     hopper::wgmma_wait<0>();  // dP is complete
     warpgroup_fence_operand(tSrDp);
     scores_.to_score_gradients(smem_.stats[state_.stage.stage], tSrS, tSrDp);

@@ -25,7 +25,7 @@ struct KeyTile {
   // Here, but for what the parameters tell.
   template <MaskKind kMask>
   CUTE_DEVICE decltype(auto) sequence_of(const BwdParams& params) const {
-    if constexpr (kMask == MaskKind::kPacked) {
+    if constexpr (has_sequences(kMask)) {
       return (sequence);
     } else {
       return Sequence::of<kMask>(params, at.batch);
@@ -74,7 +74,7 @@ struct TileQueue {
   template <MaskKind kMask, int kBlockM, int kBlockN>
   static CUTE_DEVICE BlockRange seen(const BwdParams& params,
                                      const BwdArguments::PlacedTile& tile) {
-    if constexpr (kMask == MaskKind::kPacked) return tile.seen;
+    if constexpr (has_sequences(kMask)) return tile.seen;
     const Sequence& sequence = tile.sequence;
     const Mask<kMask, UnpackedRows> mask(params, sequence, UnpackedRows{});
     const int key0 = tile.at.m_block * kBlockN;

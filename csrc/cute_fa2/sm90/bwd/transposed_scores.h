@@ -6,7 +6,9 @@
 
 #include "common/fragment.h"
 #include "common/mask.h"
+#include "common/pack_gqa.h"
 #include "common/platform.h"
+#include "common/score_mod.h"
 #include "common/sequence.h"
 #include "host/params.h"
 #include "sm90/hopper.h"
@@ -26,6 +28,17 @@ class TransposedScores {
   CUTE_DEVICE TransposedScores(const BwdParams& params, const Sequence& sequence, int key0)
       : params_(params), sequence_(sequence), key0_(key0) {}
 
+  // MaskKind::kScored: changes S of the query rows from `row0` on, of a head. `derivatives`: of
+  // the changed scores by S, but for the scale.
+  template <class S, class Derivatives>
+  CUTE_DEVICE void change(int batch, int head, int row0, S& tSrS, Derivatives& derivatives) const {
+    auto scores = rows_first(tSrS);
+    const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+    const ScoreMod<typename Traits::Element, false> score_mod(params_, sequence_, batch);
+    score_mod.apply(scores, rows_first(derivatives), row_and_key(thread), row_and_key(0), row0,
+                    key0_, [&](int row) { return PackGqa::HeadAndQuery{head, row}; });
+  }
+
   // P from S of the query rows from `row0` on. The mask goes onto the exponent: the weight of a key
   // that its row does not see may be inf.
   template <class S>
@@ -42,9 +55,9 @@ class TransposedScores {
     // Made anew: it would hold registers through the loop.
     const TileMask mask(params_, sequence_, UnpackedRows{});
     if (mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys)) {
-      auto rows_first = make_tensor(weights.data(), select<1, 0>(weights.layout()));
+      auto rows = rows_first(tSrS);
       const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
-      mask.apply(rows_first, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
+      mask.apply(rows, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
                  Traits::kConsumerKeys);
     }
     CUTE_UNROLL
@@ -64,6 +77,13 @@ class TransposedScores {
   }
 
  private:
+  // A fragment as a matrix of (query rows, keys).
+  template <class Fragment>
+  static CUTE_DEVICE auto rows_first(Fragment& fragment) {
+    auto matrix = as_matrix(fragment);
+    return make_tensor(matrix.data(), cute::select<1, 0>(matrix.layout()));
+  }
+
   static CUTE_DEVICE auto key_and_row(int thread) {
     return as_matrix(MmaSt{}.get_slice(thread).partition_C(cute::make_identity_tensor(ShapeSt{})));
   }

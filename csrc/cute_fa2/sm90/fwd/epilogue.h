@@ -92,10 +92,7 @@ struct FwdEpilogue {
     const PackGqa& pack_gqa = arguments.pack_gqa;
     const int lane = hopper::thread_in_warpgroup() % 32;
     row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows + lane / 4;
-    softmax.join_sink(out, [&](int r) {
-      const int in_group = cute::min(pack_gqa.in_group(row0 + 8 * r), pack_gqa.packed_heads - 1);
-      return tile.head * pack_gqa.packed_heads + in_group;
-    });
+    softmax.join_sink(out, [&](int r) { return pack_gqa.query_of(tile.head, row0 + 8 * r).head; });
   }
 
   // The result of a split: O in fp32, and the rows' statistics.

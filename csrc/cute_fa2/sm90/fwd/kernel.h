@@ -21,7 +21,7 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm90::Arguments;
-  using Producer = FwdProducer<Traits, kMask, TmaKV<Traits, kMask == MaskKind::kPacked>>;
+  using Producer = FwdProducer<Traits, kMask, TmaKV<Traits, has_sequences(kMask)>>;
   using Mainloop = FwdMainloop<Traits, kMask>;
   using Epilogue = FwdEpilogue<Traits>;
 

@@ -15,7 +15,7 @@ template <DType kDType, int kHeadDim, MaskKind kMask, bool kSplitKV>
 void launch_fwd_sm90(const FwdPlan& plan, const FwdParams& params, int device,
                      cudaStream_t stream) {
   index_switch<std::size(kFwdTilesSm90)>(plan.tile, [&](auto index) {
-    constexpr bool kIsPacked = kMask == MaskKind::kPacked;
+    constexpr bool kIsPacked = has_sequences(kMask);
     constexpr TileEntrySm90 kEntry = kFwdTilesSm90[index()];
     if constexpr (kEntry.config.head_dim == kHeadDim &&
                   (kSplitKV ? kEntry.split_kv : kEntry.serves(kMask))) {

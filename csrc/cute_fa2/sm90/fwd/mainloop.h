@@ -9,6 +9,7 @@
 #include "common/mask.h"
 #include "common/online_softmax.h"
 #include "common/platform.h"
+#include "common/score_mod.h"
 #include "common/sequence.h"
 #include "sm90/fwd/arguments.h"
 #include "sm90/fwd/pipeline.h"
@@ -146,20 +147,31 @@ class FwdMainloop {
     auto out = as_matrix(tOrO);     // (rows, columns)
 
     const BlockRange whole = mask.whole_blocks(work.row0, Traits::kConsumerRows, kBlockN);
+    // (rows, columns) -> (row, key)
+    const auto coords = [](int thread) {
+      return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
+          make_identity_tensor(typename Traits::ShapeS{})));
+    };
+    const auto change = [&](int n_block) {
+      if constexpr (kMask == MaskKind::kScored) {
+        // From shared memory: it would hold registers.
+        const typename Traits::Tile& tile = smem_.tile[q_.stage][index_];
+        const ScoreMod<Element, false> score_mod(arguments_.params, tile.sequence, tile.batch);
+        score_mod.apply(scores, NoDerivatives{},
+                        coords(platform::rematerialize(hopper::thread_in_warpgroup())), coords(0),
+                        work.row0, n_block * kBlockN,
+                        [&](int row) { return arguments_.pack_gqa.query_of(tile.head, row); });
+      }
+    };
     const auto apply_mask = [&](int n_block) {
       if (n_block >= whole.begin && n_block < whole.end) return;
-      // (rows, columns) -> (row, key)
-      auto coords = [](int thread) {
-        return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
-            make_identity_tensor(typename Traits::ShapeS{})));
-      };
       mask.apply(scores, coords(platform::rematerialize(hopper::thread_in_warpgroup())), coords(0),
                  work.row0, Traits::kConsumerRows, n_block * kBlockN, kBlockN);
     };
 
     clear(tOrO);
     const int first_block = work.blocks.end - 1;
-    Traits::ScoreMod::apply(arguments_.params, scores, work.row0, first_block * kBlockN);
+    change(first_block);
     apply_mask(first_block);
     softmax.start(scores);
     auto bounds = softmax.bounds();
@@ -186,7 +198,7 @@ class FwdMainloop {
       gemm_pv(tSrP, tOrO);
       scheduler_barrier_arrive();  // fault: turn
       wait_for_scores<1>(tSrS);
-      Traits::ScoreMod::apply(arguments_.params, scores, work.row0, (n_block - 1) * kBlockN);
+      change(n_block - 1);
       // Without a mask only the last keys may be cut off, and they come first.
       if constexpr (kMask != MaskKind::kFull) apply_mask(n_block - 1);
       if (platform::any_in_warp(softmax.may_exceed(scores, bounds)) &&

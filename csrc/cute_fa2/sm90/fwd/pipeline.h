@@ -18,7 +18,7 @@ struct Pipeline {
   using QState = PipelineState<Traits::kQStages>;
   using Tile = typename Traits::Tile;
   static constexpr int kNoRow = -1;  // the first row in place of a tile, after the last
-  static constexpr bool kIsPacked = kMask == MaskKind::kPacked;
+  static constexpr bool kIsPacked = has_sequences(kMask);
 
   static CUTE_DEVICE const auto& scheduler(const Arguments& arguments) {
     if constexpr (kIsPacked) {

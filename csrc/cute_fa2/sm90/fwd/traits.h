@@ -5,7 +5,6 @@
 #include <cute/tensor.hpp>
 
 #include "common/element.h"
-#include "common/score_mod.h"
 #include "host/params.h"
 #include "sm90/hopper.h"
 #include "sm90/tile_scheduler.h"
@@ -19,7 +18,6 @@ template <DType kDType, FwdConfigSm90 kConfig_, bool kSplitKV_, bool kIsPacked_ 
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
-  using ScoreMod = NoScoreMod;
   using Tile = std::conditional_t<kIsPacked_, PackedWorkTile, WorkTile>;
 
   static constexpr FwdConfigSm90 kConfig = kConfig_;

@@ -49,6 +49,7 @@ class DkvMainloop {
                           const Sequence& sequence, SharedMemory& smem, State& state)
       : scores_(arguments.params, sequence, tile.m_block * Traits::kBlockN),
         smem_(smem),
+        batch_(tile.batch),
         address_(platform::warp_uniform(
             static_cast<int>(SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
                 Traits::fragment_q(smem.q[0]))))),
@@ -80,8 +81,18 @@ class DkvMainloop {
       address_ = platform::rematerialize(address_, block.m_block);
       warpgroup_fence_operand(tSrS);
       if constexpr (kIsDv) {
-        scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
-        hand_over(tSrS);
+        if constexpr (kMask == MaskKind::kScored) {
+          auto derivatives = make_fragment_like<Derivative>(tSrS);
+          scores_.change(batch_, block.head, block.m_block * kBlockM, tSrS, derivatives);
+          scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
+          auto products = make_fragment_like(tSrS);
+          CUTE_UNROLL
+          for (int i = 0; i < size(tSrS); ++i) products(i) = tSrS(i) * float(derivatives(i));
+          hand_over(products);
+        } else {
+          scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
+          hand_over(tSrS);
+        }
         hopper::arrive_of_warp(smem_.q_empty[stage_.stage], /*after_accesses=*/true);
       } else {
         // P before statistics: Q's arrival is behind it.
@@ -170,6 +181,7 @@ class DkvMainloop {
 
   Scores scores_;
   SharedMemory& smem_;
+  int batch_;
   int address_;  // of smem_.q, as SharedOperand counts
   Stage& stage_;
   uint32_t& kv_parity_;

@@ -25,7 +25,7 @@ struct DqKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     const BwdParams& params = arguments.params;
-    if constexpr (kMask == MaskKind::kPacked) {  // the grid is as large as there may be tiles
+    if constexpr (has_sequences(kMask)) {  // the grid is as large as there may be tiles
       if (platform::cta_index() >= arguments.template tile_count<kMask>()) {
         hopper::wait_for_kernel_before();  // it is over when this one is
         return;
@@ -45,7 +45,7 @@ struct DqKernel {
       hopper::register_dealloc<kRoles.producer_registers()>();
       const auto [tile, sequence, first_index, seen] = tile_of(arguments);
       if (hopper::is_first_thread()) {
-        using Producer = DqProducer<Traits, kMask == MaskKind::kPacked>;
+        using Producer = DqProducer<Traits, has_sequences(kMask)>;
         Producer(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
         hopper::wait_for_kernel_before();  // then both are over
       }

@@ -11,7 +11,9 @@
 
 #include "common/fragment.h"
 #include "common/mask.h"
+#include "common/pack_gqa.h"
 #include "common/platform.h"
+#include "common/score_mod.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
@@ -178,6 +180,14 @@ class DqMainloop {
   CUTE_DEVICE void to_weights(int key0, S& tSrS) const {
     using namespace cute;
     auto weights = as_matrix(tSrS);
+    auto derivatives =
+        make_fragment_like<Derivative>(tSrS);  // MaskKind::kScored: of the changed scores by S
+    if constexpr (kMask == MaskKind::kScored) {
+      const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+      const ScoreMod<Element, false> score_mod(params_, sequence_, tile_.batch);
+      score_mod.apply(weights, as_matrix(derivatives), row_and_key(thread), row_and_key(0), row0_,
+                      key0, [&](int row) { return PackGqa::HeadAndQuery{tile_.head, row}; });
+    }
     const float scale_log2 = params_.scale.signed_log2();
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -192,6 +202,10 @@ class DqMainloop {
     }
     CUTE_UNROLL
     for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
+    if constexpr (kMask == MaskKind::kScored) {
+      CUTE_UNROLL
+      for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
+    }
   }
 
   // dS from dP, in its place.

@@ -1,0 +1,71 @@
+// The types of one SM80 forward kernel for large head dims: K and V in chunks.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "sm80/fwd/traits.h"
+#include "sm80/layouts.h"
+
+namespace flash_cute::sm80 {
+
+// Here ShapeK, ShapeV and what follows from them are of a chunk.
+template <DType kDType, FwdConfigSm80 kConfig>
+struct ChunkedFwdTraits : FwdTraits<kDType, kConfig> {
+  using Base = FwdTraits<kDType, kConfig>;
+  using Element = typename Base::Element;
+  using Base::kBlockM, Base::kBlockN, Base::kColumnWarps, Base::kHeadDim, Base::kHeadDimV,
+      Base::kStages;
+  static constexpr int kColumnsK = kConfig.k_columns;
+  static constexpr int kKeysV = kConfig.v_keys;
+  static constexpr int kColumnsV = kConfig.v_columns;
+  static_assert(Base::kSharesRows && kStages >= 3);
+  static_assert(kHeadDim % kColumnsK == 0 && kColumnsK % 32 == 0);
+  static_assert(kBlockN % kKeysV == 0 && kKeysV % 16 == 0);
+  static_assert(kHeadDimV % kColumnsV == 0 && kColumnsV % (16 * kColumnWarps) == 0);
+
+  using ShapeQChunk = cute::Shape<cute::Int<kBlockM>, cute::Int<kColumnsK>>;
+  using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kColumnsK>>;
+  using ShapeV = cute::Shape<cute::Int<kKeysV>, cute::Int<kColumnsV>>;
+  using ShapeP = cute::Shape<cute::Int<kBlockM>, cute::Int<kKeysV>>;  // that go with a chunk of V
+
+  // The columns of a chunk of K lie together.
+  using SmemLayoutQ =
+      decltype(cute::tile_to_shape(SmemAtom<strip(kColumnsK)>{}, typename Base::ShapeQ{}));
+  using SmemLayoutQChunk = SmemLayout<ShapeQChunk>;
+  using SmemLayoutK = SmemLayout<ShapeK>;
+  using SmemLayoutV = SmemLayout<ShapeV>;
+  using SmemLayoutVt = SmemLayoutTransposed<ShapeV>;
+
+  struct SharedMemory {
+    union {
+      alignas(128) Element q[cute::cosize_v<SmemLayoutQ>];
+      // Once the main loop is over.
+      alignas(128) typename Base::ElementOut o[cute::cosize_v<typename Base::SmemLayoutO>];
+    };
+    alignas(128) Element chunks[kStages][kConfig.chunk_elements()];
+    typename Base::Exchange exchange;
+  };
+  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
+
+  // Where a strip of a tile has fewer rows than threads take at once, they take several strips.
+  template <int kRows, int kColumns>
+  struct GmemCopy {
+    static constexpr int kPieces = strip(kColumns) / 8;  // of 16 bytes, in a row of a strip
+    static constexpr int kRowsAtOnce = cute::min(kRows, Base::kThreads / kPieces);
+    static constexpr int kStripsAtOnce = Base::kThreads / (kRowsAtOnce * kPieces);
+    using type = decltype(cute::make_tiled_copy(
+        cute::Copy_Atom<platform::CopyGlobalToShared, Element>{},
+        cute::Layout<cute::Shape<cute::Int<kRowsAtOnce>,
+                                 cute::Shape<cute::Int<kPieces>, cute::Int<kStripsAtOnce>>>,
+                     cute::Stride<cute::Int<kPieces>,
+                                  cute::Stride<cute::_1, cute::Int<kRowsAtOnce * kPieces>>>>{},
+        cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+  };
+  using GmemCopyQK = typename GmemCopy<kBlockM, kColumnsK>::type;  // of Q; a chunk of K has its own
+  using GmemCopyK = typename GmemCopy<kBlockN, kColumnsK>::type;
+  using GmemCopyV = typename GmemCopy<kKeysV, kColumnsV>::type;
+  static_assert(GmemCopy<kBlockN, kColumnsK>::kStripsAtOnce * strip(kColumnsK) <= kColumnsK &&
+                kColumnsV % (GmemCopy<kKeysV, kColumnsV>::kStripsAtOnce * strip(kColumnsV)) == 0);
+};
+
+}  // namespace flash_cute::sm80
