@@ -239,8 +239,7 @@ class Changes {
       check_device("bias", *bias_, device);
       const int64_t* const sizes = bias_->sizes().data();
       if (bias_->dim() == 4 && sizes[3] > 1 && bias_->strides()[3] != 1) {  // keys lie apart
-        const Tensor dense =
-            torch::stable::new_empty(*bias_, {sizes[0], sizes[1], sizes[2], sizes[3]});
+        Tensor dense = torch::stable::new_empty(*bias_, {sizes[0], sizes[1], sizes[2], sizes[3]});
         bias_ = torch::stable::copy_(dense, *bias_);
       }
     }
