@@ -140,6 +140,8 @@ def test_warps_go_together(kernels: list[Kernel]) -> None:
     dQ's own kernel lanes meet where a consumer skips blocks."""
     for kernel in kernels:
         allowed = {"fwd": 0, "bwd": 1, "dq": 3}[kernel.op]
+        if (kernel.op, kernel.mask) == ("bwd", "scored"):
+            allowed = 3  # whether there is a softcap, and slopes, is asked in a branch
         assert kernel.arch == "sm80" or kernel.opcodes["WARPSYNC"] <= allowed, kernel
 
 

@@ -40,10 +40,12 @@ struct BwdKernel {
         const SequenceTile& entry = arguments.packed_tiles.entry(index, head);
         smem.sequence = PackedTiles::sequence(entry);
         smem.first_index = entry.first_index;
+        smem.tile = PackedTiles::coord(entry, head);
       }
       platform::sync_cta();  // the sequence is there
     }
-    const TileCoord taken = tile_of(arguments, smem, platform::cta_index());
+    const TileCoord found = tile_of(arguments, smem, platform::cta_index());
+    const TileCoord& taken = has_sequences(kMask) ? smem.tile : found;
     const Sequence& sequence = sequence_of(params, smem, taken.batch);
     const typename Mainloop::TileMask mask(params, sequence, UnpackedRows{});
 

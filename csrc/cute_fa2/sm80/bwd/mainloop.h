@@ -45,8 +45,8 @@ class BwdMainloop {
  public:
   using TileMask = Mask<kMask, UnpackedRows>;
 
-  CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, TileCoord tile, const TileMask& mask,
-                          const Sequence& sequence, SharedMemory& smem)
+  CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, const TileCoord& tile,
+                          const TileMask& mask, const Sequence& sequence, SharedMemory& smem)
       : arguments_(arguments),
         params_(arguments.params),
         tile_(tile),
@@ -345,7 +345,7 @@ class BwdMainloop {
 
   const BwdArguments& arguments_;
   const BwdParams& params_;
-  TileCoord tile_;
+  const TileCoord& tile_;  // of packed sequences in shared memory: read when it is asked for
   const TileMask& mask_;
   const Sequence& sequence_;
   SharedMemory& smem_;

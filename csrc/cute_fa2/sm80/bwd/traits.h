@@ -7,6 +7,7 @@
 #include "common/element.h"
 #include "common/platform.h"
 #include "common/sequence.h"
+#include "common/tile_decoder.h"
 #include "host/params.h"
 #include "sm80/layouts.h"
 #include "tiles/bwd_sm80.h"
@@ -59,6 +60,7 @@ struct BwdTraits {
     alignas(128) int ticket;
     // Packed sequences: that of the tile, and where its blocks of statistics begin.
     int first_index;
+    TileCoord tile;
     Sequence sequence;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));

@@ -28,6 +28,7 @@ struct FwdKernel {
   // ptxas finds a worse order of instructions, or spills.
   static constexpr KeptAddresses kKeptAddresses =
       Traits::kPipelinedQk                                  ? KeptAddresses::kThreadAndTarget
+      : kMask == MaskKind::kScored                          ? KeptAddresses::kHead
       : kMask != MaskKind::kFull && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
                                                             : KeptAddresses::kHead;
   using KVSource =

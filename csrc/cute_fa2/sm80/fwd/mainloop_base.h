@@ -160,10 +160,14 @@ class FwdMainloopBase {
   template <int kStepM, class Scores>
   CUTE_DEVICE void change_scores(int row0, int key0, Scores& scores) const {
     if constexpr (kMask == MaskKind::kScored) {
-      const ScoreMod<Element, true> score_mod(arguments_.params, sequence_, tile_.batch);
+      // Tile and sequence are read again: they would hold registers through the loop.
+      const int cta = platform::rematerialize(platform::cta_index(), key0);
+      const TileCoord tile = arguments_.packed_tiles.tile(cta);
+      const Sequence sequence = arguments_.packed_tiles.sequence(cta);
+      const ScoreMod<Element, true> score_mod(arguments_.params, sequence, tile.batch);
       score_mod.apply(scores, NoDerivatives{}, coords<kStepM>(platform::rematerialize(thread_)),
                       coords<kStepM>(0u), platform::rematerialize(row0), key0,
-                      [&](int row) { return arguments_.pack_gqa.query_of(tile_.head, row); });
+                      [&](int row) { return arguments_.pack_gqa.query_of(tile.head, row); });
     }
   }
 
