@@ -141,7 +141,7 @@ def test_warps_go_together(kernels: list[Kernel]) -> None:
     for kernel in kernels:
         allowed = {"fwd": 0, "bwd": 1, "dq": 3}[kernel.op]
         if (kernel.op, kernel.mask) == ("bwd", "scored"):
-            allowed = 3  # whether there is a softcap, and slopes, is asked in a branch
+            allowed = 3  # behind the branches of their changes, ahead of the first product each
         assert kernel.arch == "sm80" or kernel.opcodes["WARPSYNC"] <= allowed, kernel
 
 
@@ -170,9 +170,7 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
     if kind == "BiasGradient":
         tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
         assert len(found) == DTYPES * len(tiles) * len(codes)
-    elif (
-        kind == "Convert"
-    ):  # one or two for a tile of sm80's backward, whose configuration they name
+    elif kind == "Convert":  # one or two for a tile of sm80's backward, which they name
         config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+")
         counts = Counter(tile for name, _ in found for tile in config.findall(name)[:1])
         assert (counts.total() < len(found)) == ("sm_90a" in ARCHS)
@@ -247,11 +245,8 @@ def test_output_leaves_by_tma() -> None:
     fence = "FENCE.VIEW.ASYNC"
     steps = re.compile(rf"\b(HGMMA|WARPGROUP\.DEPBAR|STG|STSM\.16\.M88\.4|{fence}|UTMASTG)\b")
     for kernel in kernels_of("sm_90a"):
-        if kernel.is_split_kv or kernel.mask in (
-            "packed",
-            "scored",
-        ):  # whose last rows leave from registers
-            continue
+        if kernel.is_split_kv or kernel.mask in ("packed", "scored"):
+            continue  # their last rows leave from registers
         head_dim = kernel.config["head_dim"]
         columns = 64 if head_dim % 64 == 0 else 32  # of a strip, by 16
         strip = [*["STSM.16.M88.4"] * (columns // 16), fence, "UTMASTG"]
