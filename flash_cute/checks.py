@@ -222,6 +222,12 @@ def assume_constant_result(function: Function) -> Function:
     return function
 
 
+def disable_compile(function: Function) -> Function:
+    """As torch.compiler.disable, likewise: Dynamo breaks the graph and does not trace it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
 @assume_constant_result
 def why_not(device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
     """What is wrong, "dtype" or "device", and the reason, if such tensors are not served; else

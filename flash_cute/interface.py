@@ -291,7 +291,7 @@ def _general(
         return out.copy_(results[0]), results[1]
 
 
-@torch.compiler.disable
+@checks.disable_compile
 def _raise(error: Exception) -> NoReturn:
     """Not traced: torch 2.11's Dynamo cannot raise an exception that it did not see made."""
     raise error

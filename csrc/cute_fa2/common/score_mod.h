@@ -93,21 +93,21 @@ class ScoreMod {
     for_each_row(scores, offsets, first_row, row_of, [&](int r, auto row) {
       // Rows that do not exist read one that does.
       const int query = sequence_.first_q + cute::min(row.query, sequence_.len_q - 1);
-      const int64_t first =
-          batch_ * bias.stride_batch + row.head * bias.stride_head + query * bias.stride_row;
+      const int64_t first = batch_ * bias.stride_batch + row.head * bias.stride_head +
+                            query * bias.stride_row +
+                            (bias.has_keys ? sequence_.first_k + first_key : 0);
       const auto add = [&]<class T>(const T* data) {
         const T* const of_row = platform::rematerialize(data + first);
-        if (!bias.has_keys) {
-          const float all = static_cast<float>(*of_row);
-          CUTE_UNROLL
-          for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) += all;
-        } else {
-          const T* const of_keys = of_row + sequence_.first_k + first_key;
+        if (bias.has_keys) {
           CUTE_UNROLL
           for (int c = 0; c < cute::size<1>(scores); ++c) {
             const int key = at<1>(offsets(r, c));
-            if (key < keys) scores(r, c) += static_cast<float>(of_keys[key]);
+            if (key < keys) scores(r, c) += static_cast<float>(of_row[key]);
           }
+        } else {
+          const float all = static_cast<float>(*of_row);
+          CUTE_UNROLL
+          for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) += all;
         }
       };
       bias.is_float ? add(static_cast<const float*>(bias.data))

@@ -27,8 +27,8 @@ struct FwdKernel {
   // Addresses that the K/V source keeps in registers: as many as make the kernel faster. With more,
   // ptxas finds a worse order of instructions, or spills.
   static constexpr KeptAddresses kKeptAddresses =
-      Traits::kPipelinedQk                                  ? KeptAddresses::kThreadAndTarget
-      : kMask == MaskKind::kScored                          ? KeptAddresses::kHead
+      kMask == MaskKind::kScored && Traits::kHeadDim != 64  ? KeptAddresses::kHead
+      : Traits::kPipelinedQk                                ? KeptAddresses::kThreadAndTarget
       : kMask != MaskKind::kFull && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
                                                             : KeptAddresses::kHead;
   using KVSource =
