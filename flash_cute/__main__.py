@@ -92,9 +92,10 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
         tiles = [t for t in build["tiles"] if (t["arch"], t["op"]) == ("sm90", "fwd")] + tiles
     for tile in tiles:
         mask = {"any": "", "none": " (split-KV)"}.get(tile["mask"], f" ({tile['mask']})")
+        of_v = f", Dv <= {tile['head_dim_v']}" if tile["head_dim_v"] < tile["head_dim"] else ""
         rows.append(
             (
-                f"D <= {tile['head_dim']}",
+                f"D <= {tile['head_dim']}{of_v}",
                 f"{tile['arch']} kernel{mask}, {tile['block_m']} queries x {tile['block_n']} keys, "
                 f"{tile['warps']} warps, {tile['smem_bytes'] / 1024:.0f} KB",
             )

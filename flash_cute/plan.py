@@ -55,7 +55,7 @@ SIZES = (
 )
 
 KERNEL = (
-    ("kernel", "{arch} for head dims up to {head_dim}, mask: {kernel_mask}"),
+    ("kernel", "{arch} for head dims up to {head_dim} (v: {head_dim_v}), mask: {kernel_mask}"),
     ("tile", "{block_m} queries x {block_n} keys, {warps} warps, {walks} in memory: {stages}"),
     ("shared memory", "{smem_bytes:,} bytes a CTA, CTAs of a multiprocessor: {ctas_per_sm}"),
 )
@@ -81,7 +81,7 @@ BACKWARD = (
 )
 #: What else the answer has of the tile's entry. Not for people.
 UNSEEN = {
-    *("op", "mask", "head_dim_v", "column_warps", "max_registers", "split_kv", "q_stages"),
+    *("op", "mask", "column_warps", "max_registers", "split_kv", "q_stages"),
     *("k_columns", "v_keys", "v_columns"),
     *("ping_pong", "producer_registers", "consumer_registers", "rows_per_query"),
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <stdexcept>
 
 #include "generated/variants.inc"
@@ -74,15 +75,16 @@ std::string tiles_for(int64_t smem_per_cta) {
   std::string tiles;
   const int limit = static_cast<int>(std::min<int64_t>(smem_per_cta, INT32_MAX));
   const int bytes = bytes_of(DType::kHalf);
-  for (int head_dim : kBuiltHeadDims) {
-    const int fwd = select_fwd_sm80(head_dim, limit, bytes);
-    const int bwd = select_bwd_sm80(head_dim, limit, bytes);
-    if (fwd >= 0) append(tiles, as_json(kFwdTilesSm80[fwd], DType::kHalf).str());
-    if (bwd >= 0) append(tiles, as_json(kBwdTilesSm80[bwd], DType::kHalf).str());
+  for (size_t i = 0; i < std::size(kFwdTilesSm80); ++i) {
+    const FwdConfigSm80& config = kFwdTilesSm80[i].config;
+    const int chosen = select_fwd_sm80(config.head_dim, config.head_dim_v, limit, bytes);
+    if (is_built(config.head_dim) && chosen == static_cast<int>(i)) {
+      append(tiles, as_json(kFwdTilesSm80[i], DType::kHalf).str());
+    }
   }
-  for (int head_dim : kBuiltLargeHeadDims) {
-    const int fwd = select_fwd_sm80(head_dim, limit, bytes);
-    if (fwd >= 0) append(tiles, as_json(kFwdTilesSm80[fwd], DType::kHalf).str());
+  for (int head_dim : kBuiltHeadDims) {
+    const int bwd = select_bwd_sm80(head_dim, limit, bytes);
+    if (bwd >= 0) append(tiles, as_json(kBwdTilesSm80[bwd], DType::kHalf).str());
   }
   return in_brackets(tiles);
 }

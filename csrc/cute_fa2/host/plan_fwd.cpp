@@ -82,7 +82,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
-  plan.tile = select_fwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
+  plan.tile = select_fwd_sm80(plan.head_dim, params.head_dim_v, limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, limit);
   const TileEntrySm80& entry = kFwdTilesSm80[plan.tile];
   const int block_m = entry.config.block_m;
@@ -146,7 +146,8 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
   double least = std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < std::size(kFwdTilesSm90); ++i) {
     const TileEntrySm90& entry = kFwdTilesSm90[i];
-    if (entry.config.head_dim != head_dim || !entry.serves(params.mask)) continue;
+    if (entry.config.head_dim != head_dim || entry.config.head_dim_v < params.head_dim_v) continue;
+    if (!entry.serves(params.mask)) continue;
     const int block_m = entry.config.block_m(), block_n = entry.config.block_n;
     const GqaLayout gqa = gqa_layout(params, block_m, max_rows_per_query_sm90(params));
     const TailSplit tail =
@@ -166,9 +167,10 @@ constexpr bool every_head_dim_has_tiles_sm90() {
     if (select_split_kv_sm90(built) < 0) return false;
     bool full = false, banded = false, packed = false;
     for (const TileEntrySm90& entry : kFwdTilesSm90) {
-      full |= entry.config.head_dim == built && entry.full;
-      banded |= entry.config.head_dim == built && entry.banded;
-      packed |= entry.config.head_dim == built && entry.packed;
+      if (entry.config.head_dim != built || entry.config.head_dim_v != built) continue;
+      full |= entry.full;
+      banded |= entry.banded;
+      packed |= entry.packed;
     }
     if (!full || !banded || !packed) return false;
   }

@@ -78,8 +78,8 @@ struct TileEntrySm90 {
   }
 };
 
-// Of several entries for a head dim and mask, a call gets the one that takes an SM the least time
-// (host/plan_fwd.cpp).
+// Of several entries for a head dim and mask, with columns enough for V, a call gets the one that
+// takes an SM the least time (host/plan_fwd.cpp).
 inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     // head_dim, head_dim_v, consumers, block_n, stages, q_stages, ping_pong;
     // full, banded, row_cost, split_kv, packed
@@ -94,6 +94,7 @@ inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     {{128, 128, 3, 64, 2, 2, false}, true, true, 100, false, true},  // 1.21, N 4096
     {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true, true},   // 1.06, N 512
     {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true},    // 1.18, N 512 and 4096
+    {{192, 128, 2, 128, 2, 1, true}, true, true, 80, false, true},   // not timed
     {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},    // 1.17, N 512 and 4096
 };
 
