@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -331,7 +330,7 @@ def _is_ordinary(
         and all(side is None or (type(side) is int and side >= -1) for side in window)
         and type(arguments["is_causal"]) is bool
         and (softmax_scale is None or type(softmax_scale) is float)
-        and (softcap is None or (type(softcap) in (float, int) and 0 <= softcap < math.inf))
+        and (softcap is None or (type(softcap) in (float, int) and options.is_softcap(softcap)))
         and (slopes is None or not slopes.requires_grad)
         and arguments["out"] is arguments["deterministic"] is arguments["arch"] is None
         and forward_ad._current_level < 0

@@ -105,13 +105,18 @@ def lengths_of(x: Any) -> Any:
     return x.to(torch.int32) if isinstance(x, Tensor) and x.dtype == torch.int64 else x
 
 
+def is_softcap(number: float) -> bool:
+    """Whether it is 0, or above and normal in float32, as the kernels have it."""
+    return number == 0 or 1.1754943508222875e-38 <= number <= 3.4028234663852886e38
+
+
 def refusal_of_softcap(softcap: Any) -> Exception | None:
     """As `checks.refusal`, of a softcap that is not None."""
     if not checks.is_real(softcap):
         allowed = "a float, an int, or None for none"
         return TypeError(f"softcap is {checks.shown(softcap)}: it must be {allowed}")
-    if not checks.is_finite(softcap) or softcap < 0:
-        allowed = "finite, and 0 (none) or more"
+    if not checks.is_finite(softcap) or not is_softcap(softcap):
+        allowed = "finite in float32, and 0 (none) or more"
         return ValueError(f"softcap is {checks.shown(softcap)}: it must be {allowed}")
     return None
 

@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -227,7 +228,8 @@ class Changes {
   Changes(const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& bias,
           double softcap, int32_t dtype, int32_t device)
       : slopes_(alibi_slopes), bias_(bias), softcap_(softcap) {
-    STD_TORCH_CHECK(0 <= softcap && softcap < INFINITY, "softcap must be finite, and 0 or more");
+    STD_TORCH_CHECK(softcap == 0 || (FLT_MIN <= softcap && softcap <= FLT_MAX),
+                    "softcap must be finite in float32, and 0 or more");
     const int32_t fp32 = aoti_torch_dtype_float32();
     if (slopes_) {
       STD_TORCH_CHECK(dtype_of(*slopes_) == fp32, "alibi_slopes must be float32");

@@ -277,6 +277,7 @@ class BwdMainloop {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(weights); ++c) {
         weights(r, c) = fmaf(weights(r, c), scale_log2, -lse_log2);
+        if constexpr (kMask == MaskKind::kScored) weights(r, c) = not_above_0(weights(r, c));
       }
     }
     const int key0 = n_block_ * kBlockN;  // fault: bwd-mask
