@@ -101,10 +101,10 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     )
 
 
-def _fwd_autograd(q: Tensor, *others: Tensor | None, **keywords: Any) -> Any:
-    tensors = q, *others
+def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **keywords: Any) -> Any:
+    tensors = q, k, v, *others
     if _is_differentiated(*tensors):
-        if (error := checks.refusal_of_gradient(q)) is not None:
+        if (error := checks.refusal_of_gradient(q, v)) is not None:
             raise error
         return _Attention.apply(keywords, *tensors)
     with below_autograd():

@@ -84,10 +84,12 @@ def refusal(
     if not 0 < q.shape[-1] <= MAX_HEAD_DIM:
         shape = f"{q.shape[-1]} (shape {tuple(q.shape)})"
         return ValueError(f"q has head dim {shape}: it must be 1 to {MAX_HEAD_DIM}")
+    if not 0 < v.shape[-1] <= MAX_HEAD_DIM:
+        shape = f"{v.shape[-1]} (shape {tuple(v.shape)})"
+        return ValueError(f"v has head dim {shape}: it must be 1 to {MAX_HEAD_DIM}")
     length = 0 if is_packed else 2
     equal = [
         ("k", k, "q", q, -1, "head dim"),
-        ("v", v, "q", q, -1, "head dim"),
         ("v", v, "k", k, 1, "number of heads"),
         ("v", v, "k", k, length, "length"),
     ]
@@ -128,14 +130,31 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
     return tuple(q.shape[:3]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
-def refusal_of_gradient(q: Tensor) -> Exception | None:
+def out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Of the output: q's, with v's head dim."""
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """The output, dense, in q's order of dimensions. Where v has another head dim than q, that lies
+    innermost."""
+    if q.shape[-1] == v.shape[-1]:
+        return torch.empty_like(q)
+    return torch.empty_like(q[..., :1].expand(out_shape(q, v)))
+
+
+def refusal_of_gradient(q: Tensor, v: Tensor) -> Exception | None:
     """As `refusal`, where a gradient is asked for."""
-    if q.device.type != "cuda" or q.shape[-1] <= MAX_HEAD_DIM_BWD:
+    if q.device.type != "cuda":
         return None
-    return NotImplementedError(
-        f"q has head dim {q.shape[-1]} and a gradient is asked for: on GPUs there are none above "
-        f"head dim {MAX_HEAD_DIM_BWD}; call it under torch.no_grad(), or use {SDPA}"
-    )
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > MAX_HEAD_DIM_BWD:
+            return NotImplementedError(
+                f"{name} has head dim {x.shape[-1]} and a gradient is asked for: on GPUs there are "
+                f"none above head dim {MAX_HEAD_DIM_BWD}; call it under torch.no_grad(), or use "
+                f"{SDPA}"
+            )
+    return None
 
 
 def refusal_of_derivatives(tensors: dict[str, Tensor | None]) -> Exception | None:
@@ -147,13 +166,13 @@ def refusal_of_derivatives(tensors: dict[str, Tensor | None]) -> Exception | Non
 
 
 def refusal_of_results(
-    q: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Exception | None:
     """As `refusal`, of what else the backward gets: the forward's results and their gradients."""
     for name, x, shape, dtype in (
-        ("out", out, q.shape, q.dtype),
+        ("out", out, out_shape(q, v), q.dtype),
         ("softmax_lse", lse, lse_shape(q), torch.float32),
-        ("dout", dout, q.shape, q.dtype),
+        ("dout", dout, out_shape(q, v), q.dtype),
         ("dlse", dlse, lse_shape(q), torch.float32),
     ):
         if x is not None and x.shape != shape:

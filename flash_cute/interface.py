@@ -56,7 +56,8 @@ def forward(
         k: (B, Hkv, Nk, D), of q's dtype and device. Hq must be a multiple of Hkv: query head h
             reads head h // (Hq // Hkv) of k and v (grouped-query and multi-query attention; nothing
             is repeated in memory).
-        v: as k.
+        v: (B, Hkv, Nk, Dv), of k's dtype and device. Dv may differ from D, within the same limits;
+            v may be a slice of k.
         is_causal: query i sees only the keys j <= i + Nk - Nq (aligned to the bottom right corner;
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
@@ -78,15 +79,16 @@ def forward(
             `torch.are_deterministic_algorithms_enabled()` when they are computed. That takes longer
             on a GPU, where otherwise q's gradient is summed in any order; those of k and v, and on
             the CPU all, are always the same.
-        out: a tensor of q's shape, dtype and device, which is written and returned. Not where
+        out: (B, Hq, Nq, Dv), of q's dtype and device, which is written and returned. Not where
             gradients are asked for.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
             Ampere on) or "sm90" (on Hopper alone, where they are the default).
 
     Returns:
-        out: q's shape and dtype, with the strides of `torch.empty_like(q)`: dense, its dimensions
-            in the order in which q's lie in memory. So a projection (B, N, H, D), transposed to
-            (B, H, N, D), comes back ready to be viewed as (B, N, H * D).
+        out: (B, Hq, Nq, Dv), of q's dtype, with the strides of `torch.empty_like(q)` if Dv = D:
+            dense, its dimensions in the order in which q's lie in memory (if Dv differs from D, Dv
+            innermost). So for a projection (B, N, H, D), transposed to (B, H, N, D), it is ready to
+            be viewed as (B, N, H * Dv).
         softmax_lse: (B, Hq, Nq), fp32, contiguous: the natural logarithm of the sum of the
             exponentials of a row's scores, as the softmax sees them; of the sink, too.
 
@@ -106,7 +108,7 @@ def forward(
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this scale.
         NotImplementedError: an input carries a forward-mode tangent, or a gradient is asked for on
-            a GPU and D is above 256. Taking a second derivative raises it, too.
+            a GPU and D or Dv is above 256. Taking a second derivative raises it, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are
@@ -190,7 +192,7 @@ def forward_varlen(
     Args:
         q: (T, Hq, D), the queries of all sequences; otherwise as those of `forward`.
         k: (Tk, Hkv, D).
-        v: as k.
+        v: (Tk, Hkv, Dv).
         cu_seqlens_q: (B + 1,), int32, on q's device: sequence b has the rows of q from
             cu_seqlens_q[b] to below cu_seqlens_q[b + 1]. The first is 0; none is below the one
             before; equal ones are an empty sequence. int64 is converted.
@@ -205,7 +207,7 @@ def forward_varlen(
             in `forward`, with the lengths of each sequence in place of Nq and Nk.
 
     Returns:
-        out: (T, Hq, D), as `forward`'s.
+        out: (T, Hq, Dv), as `forward`'s.
         softmax_lse: (Hq, T), fp32, contiguous.
 
         A row of q that no sequence has, beyond the last or beyond seqused_q, has out = 0 and
@@ -380,8 +382,8 @@ def _refusal(
         or options.refusal_of_window(arguments["window_size"])
         or options.refusal_of_softcap(softcap)
         or options.refusal_of_tensors(q, k, tensors)
-        or (None if out is None else options.refusal_of_out(q, out))
-        or options.refusal_of_gradients(q, given, out)
+        or (None if out is None else options.refusal_of_out(q, v, out))
+        or options.refusal_of_gradients(q, v, given, out)
         or checks.refusal_of_derivatives(given)
     )
     if error is not None or _is_dynamo_compiling() or not options.looks_at_values():

@@ -134,8 +134,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"Not served: {str(error).splitlines()[0]}")
         return 1
     rows = [("call", _call(args)), ("GPU", _gpu(gpu_name, device)), *description(answer)]
-    if args.Dv != args.D:
-        rows.append(("not yet", "forward takes no v with a head dim of its own"))
     width = max(len(row[0]) for row in rows)
     for title, text in rows:
         print(f"{title:{width}}  {text}")

@@ -11,7 +11,9 @@ from support import (
     ALL_KERNELS,
     BANDS,
     DEVICES,
+    HEAD_DIM_PAIRS,
     HEAD_DIMS,
+    LARGE_HEAD_DIM_PAIRS,
     LARGE_HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
@@ -38,6 +40,20 @@ SOME_KERNELS = pytest.mark.parametrize("device, dtype", ONE_KERNEL_EACH)
 def test_head_dims_and_dtypes(device, dtype, head_dim, is_causal):
     inputs = random_inputs(2, 4, 129, head_dim, heads_kv=2, len_k=193, dtype=dtype, device=device)
     check(*map(poisoned, inputs), is_causal)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("head_dim, head_dim_v", [*HEAD_DIM_PAIRS, *LARGE_HEAD_DIM_PAIRS])
+@SOME_KERNELS
+def test_head_dims_of_v(device, dtype, head_dim, head_dim_v, is_causal):
+    """Of its own tensor, and of columns of k. Of few queries, heads share tiles and keys are
+    split."""
+    sizes = {"heads_kv": 2, "len_k": 193, "head_dim_v": head_dim_v}
+    for len_q in (129, 3):
+        q, k, v = random_inputs(2, 4, len_q, head_dim, **sizes, dtype=dtype, device=device)
+        for splits in (1, 3):
+            check(*map(poisoned, (q, k, v)), is_causal, splits=splits)
+        check(poisoned(q, "bnhd"), k, k[..., -head_dim_v:], is_causal)
 
 
 @BOTH_MASKS

@@ -9,7 +9,14 @@ import math
 
 import pytest
 import torch
-from support import HEAD_DIMS, check_gradients, gpu_has_sm90, poisoned, random_inputs
+from support import (
+    HEAD_DIM_PAIRS,
+    HEAD_DIMS,
+    check_gradients,
+    gpu_has_sm90,
+    poisoned,
+    random_inputs,
+)
 from test_gpu import launched, needs_memory, peak_memory
 
 import flash_cute
@@ -45,6 +52,14 @@ def test_tiles(head_dim, smem_limit, is_causal):
     for len_q, len_k in ((300, 300), (129, 1000), (700, 200)):
         inputs = gpu_inputs(1, 6, len_q, head_dim, heads_kv=2, len_k=len_k)
         check_gradients(*map(poisoned, inputs), is_causal, smem_limit=smem_limit)
+
+
+@pytest.mark.parametrize("smem_limit", SHARED_MEMORY.values(), ids=SHARED_MEMORY)
+@pytest.mark.parametrize("head_dim, head_dim_v", HEAD_DIM_PAIRS)
+def test_tiles_of_two_head_dims(head_dim, head_dim_v, smem_limit):
+    for len_q, len_k in ((300, 300), (129, 1000)):
+        inputs = gpu_inputs(1, 6, len_q, head_dim, heads_kv=2, len_k=len_k, head_dim_v=head_dim_v)
+        check_gradients(*map(poisoned, inputs), True, smem_limit=smem_limit)
 
 
 @BOTH_MASKS
@@ -358,6 +373,7 @@ def test_keys_beyond_2_to_the_31_elements():
         ({"v": lambda x: x.half()}, "q, k and v must be all float16 or all bfloat16"),
         ({"k": lambda x: x.cpu()}, "q, k and v must be on the same CUDA device"),
         ({"out": lambda x: x[:, :, 1:]}, "out must have q's shape"),
+        ({"v": lambda x: x[..., :32]}, "out must have q's shape with v's head dim"),
         ({"out": lambda x: x.half()}, "out must be of q's dtype"),
         ({"out": lambda x: x.cpu()}, "out must be on q's device"),
         ({"dout": lambda x: x[..., 1:]}, "dout must have q's shape"),

@@ -318,6 +318,24 @@ def test_every_head_dim_has_the_smallest_tile_that_serves_it(head_dim: int, gpu:
             assert result["head_dim"] == next(d for d in HEAD_DIMS if d >= head_dim)
 
 
+@pytest.mark.parametrize("head_dim, head_dim_v", [(192, 128), (64, 96), (8, 256), (256, 8)])
+@pytest.mark.parametrize("backward", [0, 1])
+def test_v_of_another_head_dim_has_the_tile_of_the_greater(
+    head_dim: int, head_dim_v: int, backward: int
+) -> None:
+    sizes = 2, 8, 8, 4096, 4096
+    options = {"causal": True, "backward": backward}
+    result = plan("H100", *sizes, head_dim, head_dim_v=head_dim_v, **options)
+    expected = plan("H100", *sizes, max(head_dim, head_dim_v), **options)
+    assert result["arch"] == "sm90"
+    for name in ("head_dim", "block_m", "block_n"):
+        assert result[name] == expected[name]
+    if not backward:  # splits keep V's columns
+        result = plan("H100", 1, 1, 1, 1, 2**17, head_dim, head_dim_v=head_dim_v)
+        assert result["workspace_bytes"] == result["splits"] * (4 * head_dim_v + 8)
+        assert result["splits"] > 1
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("head_dim", [257, 320, 384, 385, 512, 640, 1024])
 def test_large_head_dims_have_forwards_of_sm80(head_dim: int, gpu: str) -> None:

@@ -34,6 +34,8 @@ HEAD_DIM = max(ops.build_info()["head_dims"])
 
 
 def _serves(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> bool:
+    """PyTorch's flash backend has one head dim: out is as q in the ops' shape functions, and SDPA
+    takes other backends where v's differs."""
     dtype = q.dtype
     return (
         dropout_p == 0

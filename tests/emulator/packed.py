@@ -42,6 +42,7 @@ class Call:
         lengths: list[tuple[int, int]],
         *,
         head_dim: int = 64,
+        head_dim_v: int | None = None,
         heads: int = 2,
         heads_kv: int = 1,
         window: tuple[int, int] = (-1, -1),
@@ -65,10 +66,11 @@ class Call:
             heads_kv=heads_kv,
             len_k=rows_k,
             dtype=torch.bfloat16,
+            head_dim_v=head_dim_v,
         )
         self.no_query = unused(self.used_q, rows_q)
         self.no_key = unused(self.used_k, rows_k, self.start)
-        dout = torch.randn(q.shape).to(q.dtype)
+        dout = torch.randn(*q.shape[:3], v.shape[3]).to(q.dtype)
         for x, no_row in ((q, self.no_query), (dout, self.no_query), (k, self.no_key)):
             x[no_row[:, None, :, None].expand_as(x)] = math.nan
         v[self.no_key[:, None, :, None].expand_as(v)] = math.nan

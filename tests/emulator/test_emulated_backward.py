@@ -6,7 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 from emulator import Emulator
-from support import BANDS, LAYOUTS, LENGTHS, poisoned, random_call, rising_inputs
+from support import (
+    BANDS,
+    HEAD_DIM_PAIRS,
+    LAYOUTS,
+    LENGTHS,
+    poisoned,
+    random_call,
+    rising_inputs,
+)
 from support import random_inputs as random_inputs_of
 from test_emulated_counts import BWD
 
@@ -61,6 +69,16 @@ def test_head_dims(kernels, head_dim, is_causal):
     for len_k in (20, 140):  # one block of keys, and several
         inputs = random_inputs(1, 1, 70, head_dim, len_k=len_k)
         kernels.check_backward(*inputs, is_causal, **small_tiles(kernels))
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("head_dim, head_dim_v", HEAD_DIM_PAIRS)
+def test_head_dims_of_v(kernels, head_dim, head_dim_v, is_causal):
+    for len_k, options in ((20, {}), (300, {"head_splits": 2}), (300, {"deterministic": True})):
+        sizes = {"heads_kv": 1, "len_k": len_k, "head_dim_v": head_dim_v}
+        q, k, v = random_inputs(1, 2, 70, head_dim, **sizes)
+        kernels.check_backward(q, k, v, is_causal, **options, **small_tiles(kernels))
+    kernels.check_backward(q, k, k[..., :head_dim_v], is_causal)
 
 
 @BOTH_MASKS

@@ -13,7 +13,9 @@ import torch
 from emulator import EmulationError, Emulator
 from support import (
     BANDS,
+    HEAD_DIM_PAIRS,
     HEAD_DIMS,
+    LARGE_HEAD_DIM_PAIRS,
     LARGE_HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
@@ -53,6 +55,20 @@ def test_head_dims_and_dtypes(kernels, head_dim, is_causal):
     for dtype in dtypes_of(head_dim):
         inputs = random_inputs(1, 2, 129, head_dim, heads_kv=1, len_k=300, dtype=dtype)
         kernels.check(*map(poisoned, inputs), is_causal, multiprocessors=1)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("head_dim, head_dim_v", [*HEAD_DIM_PAIRS, *LARGE_HEAD_DIM_PAIRS])
+def test_head_dims_of_v(kernels, head_dim, head_dim_v, is_causal):
+    """Of its own tensor, and of columns of k."""
+    if kernels.arch == 90 and (head_dim, head_dim_v) in LARGE_HEAD_DIM_PAIRS:
+        pytest.skip("sm80's")
+    for len_q in (150, 3):  # of few queries, heads share tiles
+        inputs = random_inputs(1, 4, len_q, head_dim, heads_kv=2, len_k=270, head_dim_v=head_dim_v)
+        q, k, v = map(poisoned, inputs)
+        for smem_limit in (0, *SMEM_LIMITS) if kernels.arch == 80 else (0,):
+            kernels.check(q, k, v, is_causal, smem_limit=smem_limit)
+        kernels.check(q, k, k[..., -head_dim_v:], is_causal)
 
 
 @BOTH_MASKS

@@ -23,16 +23,28 @@ def test_backward(unsplit, name, deterministic):
 def test_bias(unsplit, name):
     if unsplit.arch == 90:
         pytest.skip("the kernels of sm80 alone read a bias")
-    call = Call(**BIASED[name], is_padded=True)
-    call.check(unsplit)
-    call.check_backward(unsplit, seed=2)
+    for head_dim_v in (64, 20):
+        call = Call(**BIASED[name], is_padded=True, head_dim_v=head_dim_v)
+        call.check(unsplit)
+        call.check_backward(unsplit, seed=2)
 
 
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
-def test_head_dims(unsplit, head_dim):
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v",
+    [
+        *((d, d) for d in (32, 96, 128, 192, 256)),
+        (64, 40),
+        (40, 64),
+        (128, 8),
+        (8, 128),
+        (192, 128),
+    ],
+)
+def test_head_dims(unsplit, head_dim, head_dim_v):
     for changes in ({}, {"softcap": 2.0, "slopes": "h"}):
         lengths = [(200, 130), (33, 70), (0, 9)]
-        call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, **changes)
+        head_dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+        call = Call(lengths, **head_dims, window=(90, 0), gap=1, **changes)
         call.check(unsplit)
         call.check_backward(unsplit)
         call.check_backward(unsplit, deterministic=True)

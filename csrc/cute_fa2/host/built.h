@@ -33,7 +33,8 @@ inline int built_head_dim(const AttentionParams& params, bool forward = false) {
 }
 
 [[noreturn]] inline void refuse_tile(const AttentionParams& params, int smem_limit) {
-  refuse("no tile for head dim " + std::to_string(params.head_dim) + " fits " +
+  const int head_dim = std::max(params.head_dim, params.head_dim_v);
+  refuse("no tile for head dim " + std::to_string(head_dim) + " fits " +
          std::to_string(smem_limit) + " bytes of shared memory");
 }
 
