@@ -78,7 +78,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
                   const DeviceProperties& device) {
   FwdPlan plan{};
   plan.arch = Arch::kSm80;
-  plan.head_dim = built_head_dim(params, true);
+  plan.head_dim = built_head_dim(params);
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
@@ -100,8 +100,6 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
 }
 
 // -- sm90 -----------------------------------------------------------------------------------------
-
-constexpr int kMaxHeadDimSm90 = 256;
 
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
 std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& overrides,
@@ -180,7 +178,7 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
                   const DeviceProperties& device, EncodeTensorMaps encode_tensor_maps) {
   FwdPlan plan{};
   plan.arch = Arch::kSm90;
-  plan.head_dim = built_head_dim(params, true);
+  plan.head_dim = built_head_dim(params);
   plan.why_not_sm90 = why_not_sm90(params, plan.head_dim, overrides, device);
   if (!plan.why_not_sm90.empty()) return plan;
 
