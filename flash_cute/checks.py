@@ -19,8 +19,8 @@ from flash_cute import ops
 
 MAX_LENGTH = ops.build_info()["max_length"]
 MAX_HEAD_DIM = ops.build_info()["max_head_dim"]
-#: Of gradients on GPUs.
-MAX_HEAD_DIM_BWD = ops.build_info()["max_head_dim_bwd"]
+#: Where a GPU has the gradient of a bias.
+MAX_HEAD_DIM_DBIAS = ops.build_info()["max_head_dim_dbias"]
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What `arch` may be.
@@ -128,13 +128,13 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
     return tuple(q.shape[:3]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
-def refusal_of_gradient(q: Tensor) -> Exception | None:
-    """As `refusal`, where a gradient is asked for."""
-    if q.device.type != "cuda" or q.shape[-1] <= MAX_HEAD_DIM_BWD:
+def refusal_of_bias_gradient(q: Tensor) -> Exception | None:
+    """As `refusal`, where the gradient of a bias is asked for."""
+    if q.device.type != "cuda" or q.shape[-1] <= MAX_HEAD_DIM_DBIAS:
         return None
     return NotImplementedError(
-        f"q has head dim {q.shape[-1]} and a gradient is asked for: on GPUs there are none above "
-        f"head dim {MAX_HEAD_DIM_BWD}; call it under torch.no_grad(), or use {SDPA}"
+        f"bias requires a gradient and q has head dim {q.shape[-1]}: on GPUs there is none above "
+        f"head dim {MAX_HEAD_DIM_DBIAS}; detach it, or use {SDPA}"
     )
 
 

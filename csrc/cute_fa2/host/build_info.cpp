@@ -60,6 +60,7 @@ std::string build_info() {
       .add("cuda_runtime", CUDART_VERSION)
       .add("max_length", kMaxLength)
       .add("max_head_dim", kMaxHeadDim)
+      .add("max_head_dim_dbias", kLargeAbove)
       .add_json("archs", in_brackets(archs))
       .add_json("head_dims", in_brackets(head_dims))
       .add_json("large_head_dims", in_brackets(large_head_dims))

@@ -158,7 +158,7 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
 void plan_large(BwdPlan& plan, const BwdParams& params, int smem_limit,
                 const DeviceProperties& device) {
   if (params.dbias.data) {
-    refuse("bias requires a gradient and the head dim is above " + std::to_string(kMaxHeadDimSm90) +
+    refuse("bias requires a gradient and the head dim is above " + std::to_string(kLargeAbove) +
            ": there it has none");
   }
   plan.tile = select_bwd_sm80_large(plan.head_dim, smem_limit, bytes_of(params.dtype));
@@ -183,7 +183,7 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
-  if (plan.head_dim > kMaxHeadDimSm90) {
+  if (plan.head_dim > kLargeAbove) {
     plan_large(plan, params, limit, device);
     finish(plan, params, overrides, device);
     return plan;
@@ -208,8 +208,8 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";
   if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
-  if (std::max(p.head_dim, p.head_dim_v) > kMaxHeadDimSm90) {
-    return "the head dim is above " + std::to_string(kMaxHeadDimSm90);
+  if (std::max(p.head_dim, p.head_dim_v) > kLargeAbove) {
+    return "the head dim is above " + std::to_string(kLargeAbove);
   }
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);

@@ -110,8 +110,8 @@ std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& o
   if (p.len_k == 0) return "k has no keys";
   if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
   if (p.scale.q_sign != 1.f) return "softmax_scale is not above 0";
-  if (head_dim > kMaxHeadDimSm90) {
-    return "the head dim is above " + std::to_string(kMaxHeadDimSm90);
+  if (head_dim > kLargeAbove) {
+    return "the head dim is above " + std::to_string(kLargeAbove);
   }
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);

@@ -102,7 +102,7 @@ class LargeBwdMainloop {
   CUTE_DEVICE Block next_of(Block block) const {
     const BlockRange visible = this->visible();
     if (block.index + 1 < visible.end) return {block.head, block.index + 1};
-    return {block.head < last_head() ? block.head + 1 : -1, visible.begin};  // fault: large-group
+    return {block.head < last_head() ? block.head + 1 : -1, visible.begin};
   }
 
   // -- the ring ----------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class LargeBwdMainloop {
   CUTE_DEVICE void midway() {
     // The next chunk is there, for all threads. All warps are done with the chunk before, which may
     // be overwritten.
-    platform::wait_copies<kStages - 3>();  // fault: large-chunk-wait
+    platform::wait_copies<kStages - 3>();  // fault: bwd-chunk-wait
     platform::sync_cta();
     load_chunk(slot_ == 0 ? kStages - 1 : slot_ - 1);
     platform::commit_copies();  // an empty group too, as groups are counted
@@ -234,7 +234,7 @@ class LargeBwdMainloop {
     // The weights were last read among the products of the block before, ahead of the barriers of
     // this one's chunks.
     store_weights(tSrS);
-    platform::sync_cta();  // the weights are there, of all warps; fault: large-weights-barrier
+    platform::sync_cta();  // the weights are there, of all warps
 
     const auto sWeights = tile<ShapeS>(smem_.weights);
     CUTE_NO_UNROLL
@@ -328,7 +328,7 @@ class LargeBwdMainloop {
       }
     });
     const Mask mask = this->mask();
-    const int row0 = this->row0(block), key0 = this->key0(block);  // fault: large-mask
+    const int row0 = this->row0(block), key0 = this->key0(block);
     if (mask.cuts(row0, kQueries, key0, kKeys)) {
       mask.apply(weights, coords(platform::rematerialize(thread_)), coords(0u), row0, kQueries,
                  key0, kKeys);
