@@ -105,9 +105,9 @@ def _fwd_autograd(q: Tensor, *others: Tensor | None, **keywords: Any) -> Any:
     tensors = q, *others
     if _is_differentiated(*tensors):
         _, _, _, _, bias, *_ = (*others, None, None, None)
-        if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-            if (error := checks.refusal_of_bias_gradient(q)) is not None:
-                raise error
+        wants_dbias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+        if wants_dbias and (error := checks.refusal_of_bias_gradient(q)) is not None:
+            raise error
         return _Attention.apply(keywords, *tensors)
     with below_autograd():
         return ops.fwd(*tensors, **keywords)

@@ -9,7 +9,14 @@ import math
 
 import pytest
 import torch
-from support import HEAD_DIMS, LARGE_HEAD_DIMS, check_gradients, gpu_has_sm90, poisoned, random_inputs
+from support import (
+    HEAD_DIMS,
+    LARGE_HEAD_DIMS,
+    check_gradients,
+    gpu_has_sm90,
+    poisoned,
+    random_inputs,
+)
 from test_gpu import launched, needs_memory, peak_memory
 
 import flash_cute

@@ -12,13 +12,13 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   if (params.is_packed()) {
     BlockRequests requests;
     // sm80: sums that are in order are in that of the keys.
-    requests.add({.list = params.key_tiles,
-                  .of_keys = true,
-                  .sorts = plan.dq_by != DqBy::kSums || plan.arch == Arch::kSm90 ||
-                           !params.deterministic,
-                  .rows = plan.block_n,
-                  .other_rows = plan.block_m,
-                  .index_rows = plan.block_m});
+    requests.add(
+        {.list = params.key_tiles,
+         .of_keys = true,
+         .sorts = plan.dq_by != DqBy::kSums || plan.arch == Arch::kSm90 || !params.deterministic,
+         .rows = plan.block_n,
+         .other_rows = plan.block_m,
+         .index_rows = plan.block_m});
     requests.add({.list = params.row_blocks,
                   .of_keys = false,
                   .sorts = false,

@@ -25,8 +25,8 @@ void launch_bwd_large(const BwdPlan& plan, BwdParams params, int device, cudaStr
                                      const BlockList& list, int heads, int columns) {
     const int64_t groups = ceil_div(columns, Traits::kColumns);
     run_grid<LargeBwdKernel<Traits, kOf>>(
-        {params, TileDecoder(order, heads, params.batch), PackedTiles(list, heads, order.head_group),
-         cutlass::FastDivmod(static_cast<int>(groups))},
+        {params, TileDecoder(order, heads, params.batch),
+         PackedTiles(list, heads, order.head_group), cutlass::FastDivmod(static_cast<int>(groups))},
         tiles * groups, device, stream);
   };
   run(Constant<Gradient::kDv>{}, plan.order, plan.ctas, params.key_tiles, heads_kv,

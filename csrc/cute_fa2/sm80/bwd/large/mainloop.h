@@ -46,6 +46,7 @@ class LargeBwdMainloop {
   static constexpr int kBlockRows = Traits::kBlockRows;
   static constexpr int kStages = Traits::kStages;
   static constexpr int kSummedChunks = kBlockRows / Traits::kChunkRows;
+  static constexpr int kStatsRows = kBlockRows;  // of a block of the statistics (plan.block_m)
   static constexpr bool kTileHasQueries = kOf == Gradient::kDq;  // else keys
   static constexpr int kQueries = kTileHasQueries ? kTileRows : kBlockRows;
   static constexpr int kKeys = kTileHasQueries ? kBlockRows : kTileRows;
@@ -163,10 +164,9 @@ class LargeBwdMainloop {
     } else {
       const int column = smem_.tile.column;
       const int columns = kOf == Gradient::kDv ? params_.head_dim_v : params_.head_dim;
-      load<!kTileHasQueries, ShapeSummed>(
-          kOf == Gradient::kDq ? params_.k : kOf == Gradient::kDk ? params_.q : params_.dout,
-          next_block_.head, next_block_.index * kSummedChunks + of_summed, column, columns - column,
-          to);
+      const int index = next_block_.index * kSummedChunks + of_summed;
+      load<!kTileHasQueries, ShapeSummed>(summed(), next_block_.head, index, column,
+                                          columns - column, to);
     }
     ++next_chunk_;
     if (of_summed + 1 == kSummedChunks) {
@@ -175,8 +175,14 @@ class LargeBwdMainloop {
     }
   }
 
-  // Issues the copy of rows of a head, those of index `index` among all such pieces: `Shape`, from
-  // `column` on, where `columns` exist. What does not exist becomes zeros.
+  // What is summed up with the weights.
+  CUTE_DEVICE const TensorView<const void*>& summed() const {
+    return kOf == Gradient::kDq ? params_.k : kOf == Gradient::kDk ? params_.q : params_.dout;
+  }
+
+  // Issues the copy of a piece of a head: of the pieces of as many rows as Shape has, number
+  // `index`, and its columns from `column` on, of which there are `columns`. What does not exist
+  // becomes zeros.
   template <bool kIsOfQueries, class Shape>
   CUTE_DEVICE void load(const TensorView<const void*>& view, int head, int index, int column,
                         int columns, Element* to) const {
@@ -203,9 +209,9 @@ class LargeBwdMainloop {
     const auto* from = reinterpret_cast<const float*>(rows + 2 * thread_);
     auto* to = reinterpret_cast<float*>(&smem_.stats[2 * thread_]);
     copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(true),
-         make_tensor(make_gmem_ptr(from), Shape<_4>{}), make_tensor(make_smem_ptr(to), Shape<_4>{}));
+         make_tensor(make_gmem_ptr(from), Shape<_4>{}),
+         make_tensor(make_smem_ptr(to), Shape<_4>{}));
   }
-  static constexpr int kStatsRows = kBlockRows;  // of a block of the statistics
 
   template <class Shape>
   static CUTE_DEVICE auto tile(Element* data) {
