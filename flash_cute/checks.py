@@ -19,8 +19,8 @@ from flash_cute import ops
 
 MAX_LENGTH = ops.build_info()["max_length"]
 MAX_HEAD_DIM = ops.build_info()["max_head_dim"]
-#: Of gradients on GPUs.
-MAX_HEAD_DIM_BWD = ops.build_info()["max_head_dim_bwd"]
+#: Where a GPU has the gradient of a bias.
+MAX_HEAD_DIM_DBIAS = ops.build_info()["max_head_dim_dbias"]
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What `arch` may be.
@@ -143,16 +143,15 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     return torch.empty_like(q[..., :1].expand(out_shape(q, v)))
 
 
-def refusal_of_gradient(q: Tensor, v: Tensor) -> Exception | None:
-    """As `refusal`, where a gradient is asked for."""
+def refusal_of_bias_gradient(q: Tensor, v: Tensor) -> Exception | None:
+    """As `refusal`, where the gradient of a bias is asked for."""
     if q.device.type != "cuda":
         return None
     for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] > MAX_HEAD_DIM_BWD:
+        if x.shape[-1] > MAX_HEAD_DIM_DBIAS:
             return NotImplementedError(
-                f"{name} has head dim {x.shape[-1]} and a gradient is asked for: on GPUs there are "
-                f"none above head dim {MAX_HEAD_DIM_BWD}; call it under torch.no_grad(), or use "
-                f"{SDPA}"
+                f"bias requires a gradient and {name} has head dim {x.shape[-1]}: on GPUs there is "
+                f"none above head dim {MAX_HEAD_DIM_DBIAS}; detach it, or use {SDPA}"
             )
     return None
 

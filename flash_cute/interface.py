@@ -51,8 +51,8 @@ def forward(
 
     Args:
         q: (B, Hq, Nq, D), fp16 or bf16 on a GPU of compute capability 8.0 or newer; on the CPU fp32
-            and fp64 too. Any strides and storage offset. D is 1 to 1024, on a GPU with gradients 1
-            to 256. Nq is at most 2**30 - 2**12.
+            and fp64 too. Any strides and storage offset. D is 1 to 1024.
+            Nq is at most 2**30 - 2**12.
         k: (B, Hkv, Nk, D), of q's dtype and device. Hq must be a multiple of Hkv: query head h
             reads head h // (Hq // Hkv) of k and v (grouped-query and multi-query attention; nothing
             is repeated in memory).
@@ -107,8 +107,8 @@ def forward(
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this scale.
-        NotImplementedError: an input carries a forward-mode tangent, or a gradient is asked for on
-            a GPU and D or Dv is above 256. Taking a second derivative raises it, too.
+        NotImplementedError: an input carries a forward-mode tangent, or bias requires a gradient
+            on a GPU and D or Dv is above 256. Taking a second derivative raises it, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are

@@ -100,10 +100,10 @@ class BuildInfo(TypedDict):
     cuda_runtime: int  #: as CUDA counts: 13000 is 13.0
     max_length: int  #: sequence lengths are at most this
     max_head_dim: int  #: head dims are at most this
-    max_head_dim_bwd: int  #: those of gradients on GPUs
+    max_head_dim_dbias: int  #: those of calls with a gradient of a bias, on GPUs
     archs: list[str]
     head_dims: list[int]
-    large_head_dims: list[int]  #: of sm80's forward alone
+    large_head_dims: list[int]  #: of sm80 alone
     left_out: str  #: what FLASH_CUTE_HEAD_DIMS and FLASH_CUTE_ARCHS left out
     tiles: list[Tile]
 

@@ -83,9 +83,13 @@ def main() -> None:
         heads, heads_kv, len_q, len_k, is_causal = shape
         q = torch.randn(1, heads, len_q, head_dim).to("cuda", torch.bfloat16)
         k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", torch.bfloat16)
-        call = functools.partial(ops.fwd, q, k, v, window_right=0 if is_causal else -1)
+        window_right = 0 if is_causal else -1
+        call = functools.partial(ops.fwd, q, k, v, window_right=window_right)
         assert_close(call(), call(tuning=SMALL_SHARED_MEMORY))
         assert_close(call(tuning="splits=2"), call(tuning="splits=1"))
+        inputs = torch.randn_like(q), q, k, v, *call()
+        first, second = (ops.bwd(*inputs, window_right=window_right)[:3] for _ in range(2))
+        assert all(map(torch.equal, first, second))
     for sizes, lengths in itertools.product([*head_dims, *HEAD_DIM_PAIRS], PACKED):
         check_packed(*sizes, lengths, ("arch=80", "arch=90") if has_sm90 else ("arch=80",))
     print("all calls done")

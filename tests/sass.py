@@ -28,6 +28,7 @@ CONFIG = {
         *("chunk_stages", "k_columns", "v_keys", "v_columns"),
     ),
     ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),
+    ("sm80", "large"): ("columns", "stages"),  # the backward above head dim 256
     ("sm90", "fwd"): (
         *("head_dim", "head_dim_v", "consumers", "block_n"),
         *("stages", "q_stages", "ping_pong"),
@@ -38,8 +39,8 @@ CONFIG = {
 #: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV. In
 #: the end the kind of mask.
 MANGLED = re.compile(
-    r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq)Kernel\S*?(Fwd|Bwd|Dq)ConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?"
-    r"\S*?MaskKindE(\d)"
+    r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq|LargeBwd)Kernel\S*?(Fwd|Large|Bwd|Dq)(?:Bwd)?ConfigSm[89]0E"
+    r"((?:L[ib]\d+E)+)(?:EELb(1)E)?\S*?(?:MaskKind|Gradient)E(\d)"
 )
 #: As MaskKind numbers them.
 MASKS = ("full", "banded", "packed", "scored")
@@ -115,9 +116,14 @@ class Kernel:
         return self.name
 
 
+def op_of(entry: dict[str, Any]) -> str:
+    """Of an entry of the tile table: its op, but "large" of the backward above head dim 256."""
+    return "large" if "columns" in entry else str(entry["op"])
+
+
 def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
     """Of an entry of the tile table what `Kernel.tile` has of a kernel."""
-    arch, op = entry["arch"], entry["op"]
+    arch, op = entry["arch"], op_of(entry)
     if op == "fwd" and arch == "sm80":
         row_warps = entry["warps"] // entry["column_warps"]
         is_chunked = entry["k_columns"] > 0
@@ -140,7 +146,8 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
         if mangled and mangled[1].lower() == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
-            is_split_kv, mask = mangled[3] is not None, MASKS[int(mangled[4])]
+            is_split_kv = mangled[3] is not None
+            mask = "any" if op == "large" else MASKS[int(mangled[4])]
             found.append(Kernel(name, arch, config, is_split_kv, mask, text, op))
     return found
 

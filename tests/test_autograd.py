@@ -340,18 +340,26 @@ def test_checkpoints(compiled, monkeypatch):
         assert len(runs) == forwards
 
 
-def test_large_head_dims_have_no_gradient_on_gpus():
-    """The CPU has it: test_backward.py. Nothing is launched: these tensors have no memory."""
+def test_biases_of_large_head_dims_have_no_gradient_on_gpus():
+    """The CPU has it. Nothing is launched: these tensors have no memory."""
     with FakeTensorMode():
         q = torch.empty(1, 2, 5, 320, device="cuda", dtype=torch.float16, requires_grad=True)
-        small = torch.empty(1, 2, 5, 64, device="cuda", dtype=torch.float16)
-        for call in (flash_cute.forward, ops.fwd):
-            with pytest.raises(NotImplementedError, match="q has head dim 320 and a gradient"):
-                call(q, q, q)
-            with pytest.raises(NotImplementedError, match="v has head dim 320 and a gradient"):
-                call(small, small, q)
+        bias, lse = (torch.empty(1, 2, 5, *n, device="cuda") for n in ((5,), ()))
+        of_op = {"alibi_slopes": None, "bias": bias}
+        calls = (
+            lambda: flash_cute.forward(q, q, q, bias=bias),
+            lambda: ops.fwd(q, q, q, None, *of_op.values()),
+        )
+        for call in calls:
+            bias.requires_grad_(False)
+            assert call()[0].requires_grad
+            bias.requires_grad_(True)
+            with pytest.raises(NotImplementedError, match="bias requires a gradient and q has he"):
+                call()
             with torch.no_grad():
-                assert call(q, q, q)[0].shape == q.shape
+                assert call()[0].shape == q.shape
         q = q.detach()
+        args = q, q, q, q, q, lse, None, None, *of_op.values()
+        assert ops.bwd(*args)[0].shape == q.shape
         with pytest.raises(NotImplementedError, match="none above head dim 256"):
-            ops.bwd(q, q, q, q, q, torch.empty(1, 2, 5, device="cuda"))
+            ops.bwd(*args, bias_grad=True)

@@ -12,6 +12,7 @@ import torch
 from support import (
     HEAD_DIM_PAIRS,
     HEAD_DIMS,
+    LARGE_HEAD_DIMS,
     check_gradients,
     gpu_has_sm90,
     poisoned,
@@ -47,7 +48,7 @@ def causal_gradients(args, **options):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("smem_limit", SHARED_MEMORY.values(), ids=SHARED_MEMORY)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, *LARGE_HEAD_DIMS])
 def test_tiles(head_dim, smem_limit, is_causal):
     for len_q, len_k in ((300, 300), (129, 1000), (700, 200)):
         inputs = gpu_inputs(1, 6, len_q, head_dim, heads_kv=2, len_k=len_k)
@@ -94,7 +95,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length, heads_kv", [(128, 4), (1000, 4), (1000, 1)])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 320, 512, 1024])
 def test_repeats_are_bitwise_equal(head_dim, length, heads_kv, mask, other_work, request):
     """dk and dv always; dq too where that is asked for."""
     q, k, v = gpu_inputs(2, 8, length, head_dim, heads_kv=heads_kv)
@@ -142,6 +143,7 @@ def test_kernels_and_nothing_else(deterministic):
         (300, 64, "", of_sums),
         (300, 256, "", 3),
         (100, 64, "", 2),  # one key block: dq is stored at once
+        (300, 320, "", 4),  # a kernel for each gradient
     ):
         options = {"deterministic": deterministic, "tuning": tuning}
         call = functools.partial(

@@ -338,16 +338,19 @@ def test_v_of_another_head_dim_has_the_tile_of_the_greater(
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("head_dim", [257, 320, 384, 385, 512, 640, 1024])
-def test_large_head_dims_have_forwards_of_sm80(head_dim: int, gpu: str) -> None:
-    result = plan(gpu, 2, 8, 8, 300, 300, head_dim)
+@pytest.mark.parametrize("backward", [0, 1])
+def test_large_head_dims_have_kernels_of_sm80(head_dim: int, gpu: str, backward: int) -> None:
+    result = plan(gpu, 2, 8, 8, 300, 300, head_dim, backward=backward)
     assert result["arch"] == "sm80"
     assert result["head_dim"] == next(d for d in LARGE_HEAD_DIMS if d >= head_dim)
-    with pytest.raises(RuntimeError, match=r"the head dim is above 256, .* no gradient"):
-        plan(gpu, 2, 8, 8, 300, 300, head_dim, backward=1)
+    if backward:  # the statistics alone need memory
+        assert (result["dq_by"], result["head_splits"]) == ("own kernel", 1)
+        assert (result["m_blocks"], result["n_blocks"], result["ctas"]) == (3, 5, 2 * 8 * 5)
+        assert result["workspace_bytes"] == 2 * 8 * 3 * 128 * 8
     if gpu == "H100":
         assert result["why_not_sm90"] == "the head dim is above 256"
         with pytest.raises(RuntimeError, match=r"arch is 'sm90', but .* the head dim is above 256"):
-            plan(gpu, 2, 8, 8, 300, 300, head_dim, arch=90)
+            plan(gpu, 2, 8, 8, 300, 300, head_dim, arch=90, backward=backward)
 
 
 def test_requests_that_no_call_makes() -> None:

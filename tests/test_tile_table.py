@@ -26,10 +26,7 @@ BWD_SM80 = entries_of("sm80", "bwd")
 BWD_SM90 = entries_of("sm90", "bwd") + entries_of("sm90", "dq")
 OPS_SM80 = {"fwd": SM80, "bwd": BWD_SM80}
 #: Those that each op is built for, on sm80.
-HEAD_DIMS = {
-    "fwd": [*INFO["head_dims"], *INFO["large_head_dims"]],
-    "bwd": INFO["head_dims"],
-}
+HEAD_DIMS = {op: [*INFO["head_dims"], *INFO["large_head_dims"]] for op in OPS_SM80}
 
 
 def pair(entry: dict[str, Any]) -> tuple[int, int]:

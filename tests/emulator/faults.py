@@ -76,7 +76,7 @@ BACKWARD = [
     Fault("bwd-ds-barrier", "", READ),
     Fault("bwd-mask", "= (n_block_ + 1) * kBlockN", WRONG),
     Fault("bwd-scale", "= factor * factor * gradient(r, c)", WRONG),
-    Fault("bwd-group", "step({first_head(), block.m_block}, stage, tdKrdK, tdVrdV);", WRONG),
+    Fault("bwd-chunk-wait", "platform::wait_copies<kStages - 1>();", UNFINISHED),
     Fault("bwd-turn", "", "passes a turn that its CTA has not waited for"),
 ]
 BACKWARD_SM90 = [

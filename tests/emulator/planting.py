@@ -72,8 +72,9 @@ def run_backward_cases(emulator: Emulator) -> None:
         emulator.check_backward(*map(poisoned, tensors), True, has_dlse=True, **options)
 
     check(2, 1, 150, 200, head_splits=1)  # several blocks of queries and of keys
-    if emulator.arch == 80:  # one stage
+    if emulator.arch == 80:  # one stage; chunks
         check(2, 1, 150, 200, head_dim=192, smem_limit=101376, deterministic=True, seed=1)
+        check(1, 1, 150, 200, head_dim=320)
     else:
         check(2, 1, 500, 500, head_dim=128, seed=1)
         check(2, 1, 150, 500, deterministic=True, seed=1)

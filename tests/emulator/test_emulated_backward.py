@@ -16,7 +16,7 @@ from support import (
     rising_inputs,
 )
 from support import random_inputs as random_inputs_of
-from test_emulated_counts import BWD
+from test_emulated_counts import BWD, LARGE_BWD
 
 from flash_cute import ops
 
@@ -42,10 +42,10 @@ def random_inputs(*sizes, dtype=BF16, **options):
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("name", BWD)
+@pytest.mark.parametrize("name", [*BWD, *LARGE_BWD])
 def test_every_tile_of_sm80(sm80, name, is_causal):
     """Of ragged blocks, two of queries and two of keys."""
-    tile, smem_limit = BWD[name]
+    tile, smem_limit = {**BWD, **LARGE_BWD}[name]
     len_q, len_k, head_dim = tile["block_m"] + 5, tile["block_n"] + 9, tile["head_dim"]
     for dtype in (BF16, torch.float16) if head_dim == 64 else (BF16,):
         inputs = random_inputs(1, 2, len_q, head_dim, heads_kv=1, len_k=len_k, dtype=dtype)
@@ -69,6 +69,16 @@ def test_head_dims(kernels, head_dim, is_causal):
     for len_k in (20, 140):  # one block of keys, and several
         inputs = random_inputs(1, 1, 70, head_dim, len_k=len_k)
         kernels.check_backward(*inputs, is_causal, **small_tiles(kernels))
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("head_dim", [257, 320, 640])
+def test_large_head_dims(sm80, head_dim, band):
+    """Groups of heads, several blocks of either side, rows without a key."""
+    band = dict(zip(("window_left", "window_right", "diagonal_offset"), band, strict=True))
+    for heads, heads_kv, len_q, len_k in [(3, 1, 70, 150), (2, 2, 300, 70)]:
+        inputs = random_inputs(1, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k)
+        sm80.check_backward(*inputs, softmax_scale=-0.05, has_dlse=True, **band)
 
 
 @BOTH_MASKS
@@ -165,7 +175,7 @@ def test_order_of_sums(kernels, is_causal, smem_limit):
 
 @pytest.mark.parametrize("seed", range(25))
 def test_random_calls(kernels, seed):
-    inputs, call = random_call(seed, BF16)
+    inputs, call = random_call(seed, BF16, large=kernels.arch == 80 and seed % 4 == 3)
     if inputs[1].shape[2] == 0:
         pytest.skip("the op answers without a kernel")
     options = {"multiprocessors": [1, 2, 5][seed % 3], "head_splits": [0, 1, 2][seed % 3]}

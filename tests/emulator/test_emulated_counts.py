@@ -23,7 +23,9 @@ def name_of(tile):
 
 
 SM80 = {f"{name_of(t)}-{t['column_warps']}": (t, lim) for lim in LIMITS for t in ops.tiles_for(lim)}
-BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for lim in LIMITS for t in ops.tiles_for(lim, "bwd")}
+BWD_TILES = [(tile, limit) for limit in LIMITS for tile in ops.tiles_for(limit, "bwd")]
+BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" not in t}
+LARGE_BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" in t}
 SM90 = {
     f"{name_of(tile)}-{mask}": (tile, mask)
     for tile in ops.build_info()["tiles"]
@@ -130,6 +132,28 @@ def test_backward(sm80, name):
     inputs[1:] = (x[:, :, : tile["block_n"]] for x in inputs[1:])
     counters = sm80.check_backward(*inputs, smem_limit=smem_limit)[1]
     assert counters.global_reductions == (0 if d <= 192 else m * d)
+
+
+@pytest.mark.parametrize("name", LARGE_BWD)
+def test_backward_of_large_head_dims(sm80, name):
+    tile, smem_limit = LARGE_BWD[name]
+    d, groups = tile["head_dim"], tile["head_dim"] // tile["columns"]
+    rows, other_rows = tile["block_n"], tile["block_m"]  # of a tile; of a block
+    n = 2 * other_rows  # queries, and keys
+    inputs = inputs_of(1, 1, n, d, len_k=n)
+    counters = sm80.check_backward(*inputs, smem_limit=smem_limit)[1]
+
+    assert counters.bank_conflicts() == 0
+    # Gemms of S once for each gradient and group of columns, those of dP not for dV; one gemm for
+    # each gradient. In MMAs of 16 x 8 x 16.
+    assert counters.mma == (5 * groups + 3) * n * n * d // (16 * 8 * 16)
+    assert counters.global_reductions == 0
+    # Each chunk has a barrier, and so have the weights of a step, a tile's first chunk, and which
+    # tile it is.
+    steps = groups * (n // rows) * (n // other_rows)
+    chunks, of_sum = d // 64, other_rows // 16
+    barriers = 5 * steps * chunks + 3 * steps * (of_sum + 1)
+    assert counters.cta_barriers == barriers + 3 * 2 * groups * (n // rows)
 
 
 @pytest.mark.parametrize("name", SM90)

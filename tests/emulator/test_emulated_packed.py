@@ -55,8 +55,10 @@ def test_head_dims(unsplit, head_dim, head_dim_v):
 def test_large_head_dims(library, head_dim, smem_limit):
     emulator = Emulator(library, 80, splits=1, smem_limit=smem_limit)
     lengths = [(200, 130), (33, 70), (0, 9)]
-    call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, has_sink=True)
-    call.check(emulator)
+    for changes in ({}, {"softcap": 2.0, "slopes": "h"}):
+        call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, has_sink=True, **changes)
+        call.check(emulator)
+        call.check_backward(emulator)
 
 
 def test_many_sequences(unsplit):

@@ -48,6 +48,9 @@ std::string build_info() {
   for (const BwdEntrySm80& entry : kBwdTilesSm80) {
     if (is_built(entry.config.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
   }
+  for (const LargeBwdEntrySm80& entry : kLargeBwdTilesSm80) {
+    if (is_built(entry.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
+  }
   for (const BwdEntrySm90& entry : kBwdTilesSm90) {
     if (kSm90IsBuilt && is_built(entry.head_dim())) {
       append(tiles, as_json(entry.keys, DType::kHalf).str());
@@ -58,7 +61,7 @@ std::string build_info() {
       .add("cuda_runtime", CUDART_VERSION)
       .add("max_length", kMaxLength)
       .add("max_head_dim", kMaxHeadDim)
-      .add("max_head_dim_bwd", kMaxHeadDimBwd)
+      .add("max_head_dim_dbias", kLargeAbove)
       .add_json("archs", in_brackets(archs))
       .add_json("head_dims", in_brackets(head_dims))
       .add_json("large_head_dims", in_brackets(large_head_dims))
@@ -85,6 +88,10 @@ std::string tiles_for(int64_t smem_per_cta) {
   for (int head_dim : kBuiltHeadDims) {
     const int bwd = select_bwd_sm80(head_dim, limit, bytes);
     if (bwd >= 0) append(tiles, as_json(kBwdTilesSm80[bwd], DType::kHalf).str());
+  }
+  for (int head_dim : kBuiltLargeHeadDims) {
+    const int bwd = select_bwd_sm80_large(head_dim, limit, bytes);
+    if (bwd >= 0) append(tiles, as_json(kLargeBwdTilesSm80[bwd], DType::kHalf).str());
   }
   return in_brackets(tiles);
 }

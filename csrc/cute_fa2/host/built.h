@@ -14,8 +14,8 @@ namespace flash_cute {
   throw std::runtime_error("flash_cute: " + sentence);
 }
 
-// The smallest head dim that was built and serves the call; of a forward, the large ones too.
-inline int built_head_dim(const AttentionParams& params, bool forward = false) {
+// The smallest head dim that was built and serves the call.
+inline int built_head_dim(const AttentionParams& params) {
   const int head_dim = std::max(params.head_dim, params.head_dim_v);
   int greatest = 0;
   for (int built : kBuiltHeadDims) {
@@ -23,7 +23,6 @@ inline int built_head_dim(const AttentionParams& params, bool forward = false) {
     greatest = built;
   }
   for (int built : kBuiltLargeHeadDims) {
-    if (!forward) break;
     if (head_dim <= built) return built;
     greatest = built;
   }

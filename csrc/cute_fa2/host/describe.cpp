@@ -68,6 +68,24 @@ JsonObject as_json(const BwdEntrySm80& entry, DType dtype) {
       .add("max_registers", entry.max_registers());
 }
 
+JsonObject as_json(const LargeBwdEntrySm80& entry, DType dtype) {
+  const LargeBwdConfigSm80& config = entry.config;
+  return JsonObject()
+      .add("arch", "sm80")
+      .add("op", "bwd")
+      .add("mask", "any")
+      .add("head_dim", entry.head_dim)
+      .add("head_dim_v", entry.head_dim)
+      .add("block_m", config.kBlockRows)
+      .add("block_n", config.kTileRows)
+      .add("columns", config.columns)
+      .add("warps", config.kThreads / 32)
+      .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
+      .add("stages", config.stages)
+      .add("ctas_per_sm", 1)
+      .add("max_registers", entry.max_registers());
+}
+
 JsonObject as_json(const BwdConfigSm90& config, DType dtype) {
   return JsonObject()
       .add("arch", "sm90")
@@ -149,9 +167,11 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
 
 std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device) {
   const bool is_sm80 = plan.arch == Arch::kSm80;
-  JsonObject json = is_sm80 ? as_json(kBwdTilesSm80[plan.tile], params.dtype)
-                            : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
-  const int ctas_per_sm = is_sm80 ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
+  const bool is_large = plan.columns > 0;
+  JsonObject json = is_large  ? as_json(kLargeBwdTilesSm80[plan.tile], params.dtype)
+                    : is_sm80 ? as_json(kBwdTilesSm80[plan.tile], params.dtype)
+                              : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
+  const int ctas_per_sm = is_sm80 && !is_large ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   const int tiles = plan.order.tiles();
   return json

@@ -12,12 +12,13 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   if (params.is_packed()) {
     BlockRequests requests;
     // sm80: sums that are in order are in that of the keys.
-    requests.add({.list = params.key_tiles,
-                  .of_keys = true,
-                  .sorts = plan.arch == Arch::kSm90 || !params.deterministic,
-                  .rows = plan.block_n,
-                  .other_rows = plan.block_m,
-                  .index_rows = plan.block_m});
+    requests.add(
+        {.list = params.key_tiles,
+         .of_keys = true,
+         .sorts = plan.dq_by != DqBy::kSums || plan.arch == Arch::kSm90 || !params.deterministic,
+         .rows = plan.block_n,
+         .other_rows = plan.block_m,
+         .index_rows = plan.block_m});
     requests.add({.list = params.row_blocks,
                   .of_keys = false,
                   .sorts = false,
@@ -40,6 +41,11 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   launch_preprocess(params, plan, device, stream);
   if (params.dsink) launch_sink_gradient(params, plan, device, stream);
   if (params.len_k == 0) return;  // that of a sink alone was asked for
+  head_dim_switch<kBuiltBwdColumns>(plan.columns, [&](auto columns) {
+    dtype_switch(params.dtype, [&](auto dtype) {
+      launch_bwd_sm80_large<dtype(), columns()>(plan, params, device, stream);
+    });
+  });
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
     dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {

@@ -13,7 +13,8 @@ namespace flash_cute {
 // Rows and keys are counted in 32 bits. Sums of two lengths and the rows of a tile stay below 2^31.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - (1 << 12);
 constexpr int kMaxHeadDim = 1024;
-constexpr int kMaxHeadDimBwd = 256;  // of gradients
+// Head dims above this one are large. sm80 alone has kernels for them, and no gradient of a bias.
+constexpr int kLargeAbove = 256;
 
 enum class Arch { kSm80 = 80, kSm90 = 90 };
 

@@ -78,7 +78,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
                   const DeviceProperties& device) {
   FwdPlan plan{};
   plan.arch = Arch::kSm80;
-  plan.head_dim = built_head_dim(params, true);
+  plan.head_dim = built_head_dim(params);
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
@@ -101,8 +101,6 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
 
 // -- sm90 -----------------------------------------------------------------------------------------
 
-constexpr int kMaxHeadDimSm90 = 256;
-
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
 std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& overrides,
                          const DeviceProperties& device) {
@@ -112,8 +110,8 @@ std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& o
   if (p.len_k == 0) return "k has no keys";
   if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
   if (p.scale.q_sign != 1.f) return "softmax_scale is not above 0";
-  if (head_dim > kMaxHeadDimSm90) {
-    return "the head dim is above " + std::to_string(kMaxHeadDimSm90);
+  if (head_dim > kLargeAbove) {
+    return "the head dim is above " + std::to_string(kLargeAbove);
   }
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
@@ -182,7 +180,7 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
                   const DeviceProperties& device, EncodeTensorMaps encode_tensor_maps) {
   FwdPlan plan{};
   plan.arch = Arch::kSm90;
-  plan.head_dim = built_head_dim(params, true);
+  plan.head_dim = built_head_dim(params);
   plan.why_not_sm90 = why_not_sm90(params, plan.head_dim, overrides, device);
   if (!plan.why_not_sm90.empty()) return plan;
 

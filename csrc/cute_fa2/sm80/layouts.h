@@ -50,4 +50,25 @@ using GmemTiledCopy = decltype(cute::make_tiled_copy(
                  cute::Stride<cute::Int<kStrip / 8>, cute::_1>>{},
     cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
 
+// The same for a tile of `Shape`. Where a strip has fewer rows than threads take at once, they take
+// several strips.
+template <class Element, int kThreads, class Shape>
+struct GmemChunkCopyOf {
+  static constexpr int kRows = decltype(cute::size<0>(Shape{}))::value;
+  static constexpr int kColumns = decltype(cute::size<1>(Shape{}))::value;
+  static constexpr int kPieces = strip(kColumns) / 8;  // of 16 bytes, in a row of a strip
+  static constexpr int kRowsAtOnce = cute::min(kRows, kThreads / kPieces);
+  static constexpr int kStripsAtOnce = kThreads / (kRowsAtOnce * kPieces);
+  static_assert(kColumns % (kStripsAtOnce * strip(kColumns)) == 0);
+  using type = decltype(cute::make_tiled_copy(
+      cute::Copy_Atom<platform::CopyGlobalToShared, Element>{},
+      cute::Layout<cute::Shape<cute::Int<kRowsAtOnce>,
+                               cute::Shape<cute::Int<kPieces>, cute::Int<kStripsAtOnce>>>,
+                   cute::Stride<cute::Int<kPieces>,
+                                cute::Stride<cute::_1, cute::Int<kRowsAtOnce * kPieces>>>>{},
+      cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+};
+template <class Element, int kThreads, class Shape>
+using GmemChunkCopy = typename GmemChunkCopyOf<Element, kThreads, Shape>::type;
+
 }  // namespace flash_cute::sm80

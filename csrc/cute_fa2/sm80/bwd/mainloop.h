@@ -72,7 +72,7 @@ class BwdMainloop {
     load_block(block, stage);
     platform::commit_copies();
     while (block.head >= 0) {
-      step(block, stage, tdKrdK, tdVrdV);  // fault: bwd-group
+      step(block, stage, tdKrdK, tdVrdV);
       block = next_of(block);
       stage = (stage + 1) % Traits::kStages;
     }

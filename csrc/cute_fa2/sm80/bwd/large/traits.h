@@ -1,0 +1,78 @@
+// The types of the SM80 backward kernels above head dim 256: shapes, the tiled MMA of each product,
+// shared memory and the copies between memories.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "common/element.h"
+#include "common/platform.h"
+#include "common/sequence.h"
+#include "common/tile_decoder.h"
+#include "host/params.h"
+#include "sm80/layouts.h"
+#include "tiles/bwd_sm80_large.h"
+
+namespace flash_cute::sm80 {
+
+// Which gradient a kernel computes.
+enum class Gradient { kDq, kDk, kDv };
+
+template <DType kDType, LargeBwdConfigSm80 kConfig>
+struct LargeBwdTraits {
+  using Element = ElementOf<kDType>;
+
+  static constexpr int kTileRows = kConfig.kTileRows;
+  static constexpr int kBlockRows = kConfig.kBlockRows;
+  static constexpr int kColumns = kConfig.columns;  // of the gradient
+  static constexpr int kChunkColumns = kConfig.kChunkColumns;
+  static constexpr int kChunkRows = kConfig.kChunkRows;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr int kThreads = kConfig.kThreads;
+  static constexpr int kMinCtas = 1;
+  static_assert(kStages >= 3 && kBlockRows % kChunkRows == 0);
+
+  // The operands of S and dP in a chunk: the tile's rows, and those of a block.
+  using ShapeTile = cute::Shape<cute::Int<kTileRows>, cute::Int<kChunkColumns>>;
+  using ShapeBlock = cute::Shape<cute::Int<kBlockRows>, cute::Int<kChunkColumns>>;
+  using ShapeS = cute::Shape<cute::Int<kTileRows>, cute::Int<kBlockRows>>;
+  // gradient += weights x summed rows
+  using ShapeGradient = cute::Shape<cute::Int<kTileRows>, cute::Int<kColumns>>;
+  using ShapeWeights = cute::Shape<cute::Int<kTileRows>, cute::Int<kChunkRows>>;
+  using ShapeSummed = cute::Shape<cute::Int<kChunkRows>, cute::Int<kColumns>>;
+
+  // A warp has 32 x 32 of S and dP, and all rows of a strip of the gradient: so it reads least.
+  using TiledMmaS = TiledMmaOf<Element, 2, 4>;
+  using TiledMmaGradient = TiledMmaOf<Element, 1, 8>;
+  static_assert(kThreads == 256 && kColumns % (16 * 8) == 0);
+
+  // Which tile a CTA has. Read when it is asked for: it would hold registers.
+  struct Tile {
+    TileCoord at;  // its m_block counts tiles of the gradient's rows
+    Sequence sequence;
+    int64_t first_stats;  // of its sequence's rows in head 0
+    int column;           // the first of its gradient's columns
+  };
+  struct SharedMemory {
+    alignas(128) Element chunks[kStages][kConfig.chunk_elements()];
+    alignas(128) Element weights[cute::size(ShapeS{})];  // P or dS
+    alignas(128) RowGradStats stats[kBlockRows];
+    alignas(128) Tile tile;
+  };
+  static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
+
+  template <class Shape>
+  using GmemCopy = GmemChunkCopy<Element, kThreads, Shape>;
+
+  // Operands by ldmatrix, from rows of shared memory or (transposed) from columns.
+  template <class TiledMma>
+  using LoadA = decltype(cute::make_tiled_copy_A(cute::Copy_Atom<platform::LoadMatrix, Element>{},
+                                                 TiledMma{}));
+  using LoadB = decltype(cute::make_tiled_copy_B(cute::Copy_Atom<platform::LoadMatrix, Element>{},
+                                                 TiledMmaS{}));
+  using LoadTransposedB = decltype(cute::make_tiled_copy_B(
+      cute::Copy_Atom<platform::LoadMatrixTransposed, Element>{}, TiledMmaGradient{}));
+  using StoreWeights = decltype(cute::make_tiled_copy_C(
+      cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Element>{}, TiledMmaS{}));
+};
+
+}  // namespace flash_cute::sm80
