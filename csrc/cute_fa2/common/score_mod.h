@@ -87,8 +87,8 @@ class ScoreMod {
 
   // tanh(z) = 1 - 2 r and its derivative 4 r (1 - r), with r = 1 / (1 + e^(2 z)), which never
   // overflows. Its error is 2^-23 of softcap. Near 0 the series of tanh is more exact, to z^9 / 46.
-  // The backward, whose weights have 16 bits, goes without: it would spill. So would tiles with more
-  // than 64 scores a thread.
+  // The backward, whose weights have 16 bits, goes without: it would spill. So would tiles with
+  // more than 64 scores a thread.
   template <class Scores, class Derivatives>
   CUTE_DEVICE void cap(Scores& scores, Derivatives&& derivatives) const {
     constexpr bool kHasSeries = std::is_same_v<std::remove_cvref_t<Derivatives>, NoDerivatives> &&
