@@ -72,12 +72,11 @@ def test_head_dims(kernels, head_dim, is_causal):
 
 
 @pytest.mark.parametrize("band", BANDS)
-@pytest.mark.parametrize("head_dim", [257, 320, 640])
-def test_large_head_dims(sm80, head_dim, band):
+def test_bands_of_large_head_dims(sm80, band):
     """Groups of heads, several blocks of either side, rows without a key."""
     band = dict(zip(("window_left", "window_right", "diagonal_offset"), band, strict=True))
-    for heads, heads_kv, len_q, len_k in [(3, 1, 70, 150), (2, 2, 300, 70)]:
-        inputs = random_inputs(1, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k)
+    for heads, head_dim, len_q, len_k in [(2, 257, 70, 150), (1, 520, 140, 70)]:
+        inputs = random_inputs(1, heads, len_q, head_dim, heads_kv=1, len_k=len_k)
         sm80.check_backward(*inputs, softmax_scale=-0.05, has_dlse=True, **band)
 
 

@@ -139,7 +139,7 @@ def test_backward_of_large_head_dims(sm80, name):
     tile, smem_limit = LARGE_BWD[name]
     d, groups = tile["head_dim"], tile["head_dim"] // tile["columns"]
     rows, other_rows = tile["block_n"], tile["block_m"]  # of a tile; of a block
-    n = 2 * other_rows  # queries, and keys
+    n = other_rows  # queries, and keys
     inputs = inputs_of(1, 1, n, d, len_k=n)
     counters = sm80.check_backward(*inputs, smem_limit=smem_limit)[1]
 
