@@ -59,7 +59,7 @@ struct GmemChunkCopyOf {
   static constexpr int kPieces = strip(kColumns) / 8;  // of 16 bytes, in a row of a strip
   static constexpr int kRowsAtOnce = cute::min(kRows, kThreads / kPieces);
   static constexpr int kStripsAtOnce = kThreads / (kRowsAtOnce * kPieces);
-  static_assert(kColumns % (kStripsAtOnce * strip(kColumns)) == 0);
+  static constexpr bool kFits = kColumns % (kStripsAtOnce * strip(kColumns)) == 0;
   using type = decltype(cute::make_tiled_copy(
       cute::Copy_Atom<platform::CopyGlobalToShared, Element>{},
       cute::Layout<cute::Shape<cute::Int<kRowsAtOnce>,

@@ -52,6 +52,8 @@ struct ChunkedFwdTraits : FwdTraits<kDType, kConfig> {
   using GmemCopyQK = GmemCopy<ShapeQChunk>;  // of Q; a chunk of K has its own
   using GmemCopyK = GmemCopy<ShapeK>;
   using GmemCopyV = GmemCopy<ShapeV>;
+  static_assert(GmemChunkCopyOf<Element, Base::kThreads, ShapeK>::kFits &&
+                GmemChunkCopyOf<Element, Base::kThreads, ShapeV>::kFits);
 };
 
 }  // namespace flash_cute::sm80

@@ -189,6 +189,7 @@ class LargeBwdMainloop {
     constexpr int kRows = decltype(cute::size<0>(Shape{}))::value;
     const int first = kIsOfQueries ? sequence().first_q : sequence().first_k;
     const int length = kIsOfQueries ? sequence().len_q : sequence().len_k;
+    static_assert(GmemChunkCopyOf<Element, Traits::kThreads, Shape>::kFits);
     const TileLoader<typename Traits::template GmemCopy<Shape>, Shape> loader(
         platform::rematerialize(thread_), columns);
     const int64_t stride_row = platform::rematerialize(view.stride_row);
