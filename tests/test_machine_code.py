@@ -116,7 +116,8 @@ def test_every_entry_has_its_kernels(
             served = 3  # a kernel for each gradient, of any mask
         masks[tile] = masks.get(tile, 0) + served if entry["mask"] != "any" else served
     for entry in entries:
-        masks[tile_of(entry)] += entry.get("split_kv", 0) + 2 * entry.get("packed", 0)
+        kinds = 2 if entry["head_dim"] == entry["head_dim_v"] else 1  # packed and scored
+        masks[tile_of(entry)] += entry.get("split_kv", 0) + kinds * entry.get("packed", 0)
     expected = {tile: DTYPES * count for tile, count in masks.items()}
     assert Counter(kernel.tile for kernel in kernels) == expected
     split_kv = {kernel.tile for kernel in kernels if kernel.is_split_kv}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -318,7 +319,7 @@ def test_every_head_dim_has_the_smallest_tile_that_serves_it(head_dim: int, gpu:
             assert result["head_dim"] == next(d for d in HEAD_DIMS if d >= head_dim)
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v", [(192, 128), (64, 96), (8, 256), (256, 8)])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(192, 136), (64, 96), (8, 256), (256, 8)])
 @pytest.mark.parametrize("backward", [0, 1])
 def test_v_of_another_head_dim_has_the_tile_of_the_greater(
     head_dim: int, head_dim_v: int, backward: int
@@ -334,6 +335,20 @@ def test_v_of_another_head_dim_has_the_tile_of_the_greater(
         result = plan("H100", 1, 1, 1, 1, 2**17, head_dim, head_dim_v=head_dim_v)
         assert result["workspace_bytes"] == result["splits"] * (4 * head_dim_v + 8)
         assert result["splits"] > 1
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(192, 128), (136, 1)])
+def test_some_head_dims_of_v_have_tiles_of_their_own(
+    head_dim: int, head_dim_v: int, gpu: str
+) -> None:
+    for arch in (80, 90) if gpu == "H100" else (80,):
+        for causal, length in itertools.product((FULL, CAUSAL), (300, 4096)):
+            sizes = 2, 8, 8, length, length, head_dim
+            result = plan(gpu, *sizes, head_dim_v=head_dim_v, causal=causal, arch=arch)
+            assert (result["head_dim"], result["head_dim_v"]) == (192, 128)
+            result = plan(gpu, *sizes, head_dim_v=136, causal=causal, arch=arch)
+            assert (result["head_dim"], result["head_dim_v"]) == (192, 192)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

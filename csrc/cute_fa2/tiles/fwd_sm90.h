@@ -62,7 +62,8 @@ struct TileEntrySm90 {
   int row_cost = 100;     // time of a query row, in per cent of that in the head dim's first entry
   bool split_kv = false;  // serves split-KV, of any mask; one entry of a head dim
 
-  bool packed = false;  // serves MaskKind::kPacked and kScored
+  // Serves MaskKind::kPacked. And kScored, if V's head dim is Q's: else it would spill.
+  bool packed = false;
 
   constexpr bool serves(MaskKind mask) const {
     switch (mask) {
@@ -71,8 +72,9 @@ struct TileEntrySm90 {
       case MaskKind::kBanded:
         return banded;
       case MaskKind::kPacked:
-      case MaskKind::kScored:
         return packed;
+      case MaskKind::kScored:
+        return packed && config.head_dim == config.head_dim_v;
     }
     __builtin_unreachable();
   }
