@@ -33,8 +33,9 @@ struct NoDerivatives {
 // whole row is. NaN stays NaN.
 CUTE_DEVICE float not_above_0(float exponent) { return exponent > 0.f ? 0.f : exponent; }
 
-// Of one tile. Only kernels with kReadsBias have a bias, which is in fp32 or of Element.
-template <class Element, bool kReadsBias>
+// Of one tile. Only kernels with kReadsBias have a bias, which is in fp32 or of Element. kHasRoom:
+// there are registers for the series of tanh.
+template <class Element, bool kReadsBias, bool kHasRoom = true>
 class ScoreMod {
  public:
   CUTE_DEVICE ScoreMod(const AttentionParams& params, const Sequence& sequence, int batch)
@@ -91,8 +92,8 @@ class ScoreMod {
   // more than 64 scores a thread.
   template <class Scores, class Derivatives>
   CUTE_DEVICE void cap(Scores& scores, Derivatives&& derivatives) const {
-    constexpr bool kHasSeries = std::is_same_v<std::remove_cvref_t<Derivatives>, NoDerivatives> &&
-                                decltype(cute::size(scores))::value <= 64;
+    constexpr bool kHasSeries = kHasRoom && decltype(cute::size(scores))::value <= 64 &&
+                                std::is_same_v<std::remove_cvref_t<Derivatives>, NoDerivatives>;
     const ScoreChanges& changes = params_.changes;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {
