@@ -117,7 +117,9 @@ def check_packed(
         )
         is_initcheck = sys.argv[1:] == ["initcheck"]
         for deterministic in (True,) if is_initcheck else (False, True):
-            gradients.append(bwd(tuning=tuning, deterministic=deterministic)[:3])
+            # In sm90's backward these pairs would leave strips of a tile without columns.
+            of_bwd = tuning if head_dim == head_dim_v else ""
+            gradients.append(bwd(tuning=of_bwd, deterministic=deterministic)[:3])
     for found in results[1:]:
         assert_close(found, results[0], compares_out=sys.argv[1:] != ["initcheck"])
     for found in gradients[1:]:

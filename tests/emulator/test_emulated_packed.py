@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from emulator import Emulator
+from emulator import EmulationError, Emulator
 from packed import BIASED, CALLS, Call, check_sink
 
 
@@ -46,6 +46,10 @@ def test_head_dims(unsplit, head_dim, head_dim_v):
         head_dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
         call = Call(lengths, **head_dims, window=(90, 0), gap=1, **changes)
         call.check(unsplit)
+        if unsplit.arch == 90 and abs(head_dim - head_dim_v) >= 64:  # a strip of the tile, or more
+            with pytest.raises(EmulationError, match="have to fill the tile's strips"):
+                call.check_backward(unsplit)
+            continue
         call.check_backward(unsplit)
         call.check_backward(unsplit, deterministic=True)
 

@@ -225,6 +225,12 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   return why_not;
 }
 
+// Whether a strip of the tile has no column of Q and K, or of V and dO. A box that lies outside of
+// a ragged map would touch other memory.
+bool lacks_strips(const BwdParams& p, int tile_columns) {
+  return std::min(p.head_dim, p.head_dim_v) <= tile_columns - FwdConfigSm90::strip(tile_columns);
+}
+
 BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
                   const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
   BwdPlan plan{};
@@ -234,6 +240,10 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   if (!plan.why_not_sm90.empty()) return plan;
   plan.tile = select_bwd_sm90(plan.head_dim);
   const BwdEntrySm90& entry = kBwdTilesSm90[plan.tile];
+  if (params.is_packed() && lacks_strips(params, plan.head_dim)) {
+    plan.why_not_sm90 = "packed sequences have to fill the tile's strips of columns, D and Dv";
+    return plan;
+  }
   plan.block_m = entry.keys.kBlockM;
   plan.block_n = entry.keys.block_n();
   count_blocks(plan, params);

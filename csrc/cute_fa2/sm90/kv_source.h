@@ -36,24 +36,23 @@ struct RowsOfSequence {
   int bound;
 };
 
-// The same of rows of a sequence, from its row `row` on, of `columns` columns. What lies past its
-// end becomes zeros. By a ragged map, but for boxes that lie outside whole: of such a map they
-// would touch other memory. If kBeginsInside, none lies past the end.
+// The same of rows of a sequence, from its row `row` on. What lies past its end becomes zeros. By a
+// ragged map, but for boxes that lie there whole: of such a map they would touch other memory. If
+// kBeginsInside there is none.
 template <bool kIsPacked, int kRows, int kColumns, int kStrip, int kBoxRows = kRows,
           bool kBeginsInside = false, class View, class Element>
 CUTE_DEVICE void tma_load_rows_of(const CUtensorMap& map, const CUtensorMap& ragged,
                                   const View& view, Element* target, hopper::Barrier& arrival,
-                                  int row, RowsOfSequence rows, int columns, int head, int batch) {
+                                  int row, RowsOfSequence rows, int head, int batch) {
   if constexpr (!kIsPacked) {
     tma_load_rows<kRows, kColumns, kStrip, kBoxRows>(map, view, target, arrival, row, head, batch);
   } else {
     CUTE_UNROLL
     for (int first = 0; first < kRows; first += kBoxRows) {
-      const bool is_past_end = !kBeginsInside && row + first >= rows.count;
+      const bool is_outside = !kBeginsInside && row + first >= rows.count;
+      const int at = is_outside ? rows.bound : rows.bound - rows.count + row + first;
       CUTE_UNROLL
       for (int column = 0; column < kColumns; column += kStrip) {
-        const bool is_outside = is_past_end || column >= columns;
-        const int at = is_outside ? rows.bound : rows.bound - rows.count + row + first;
         hopper::tma_load(is_outside ? map : ragged, target + column * kRows + first * kStrip,
                          arrival, column, is_outside ? 0 : rows.first + rows.count, at,
                          view.stride_head != 0 ? head : 0, view.stride_batch != 0 ? batch : 0);

@@ -36,11 +36,11 @@ class BwdProducer {
     smem_.k_full.arrive_and_expect(sizeof smem_.k);
     tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, kBoxRows>(
         arguments_.maps.k, arguments_.maps.ragged_k, params.k, smem_.k, smem_.k_full, key0,
-        keys_of(tile), params.head_dim, tile.at.head, tile.at.batch);
+        keys_of(tile), tile.at.head, tile.at.batch);
     smem_.v_full.arrive_and_expect(sizeof smem_.v);
     tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, kBoxRows>(
         arguments_.maps.v, arguments_.maps.ragged_v, params.v, smem_.v, smem_.v_full, key0,
-        keys_of(tile), params.head_dim_v, tile.at.head, tile.at.batch);
+        keys_of(tile), tile.at.head, tile.at.batch);
     while (true) {
       block = walk.next(block);
       if (!walk.has(block)) return;
@@ -73,15 +73,15 @@ class BwdProducer {
                       sizeof smem_.stats[0], q_full);
     tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip, kBoxRows, true>(
         arguments_.maps.q, arguments_.maps.ragged_q, params.q, smem_.q[stage], q_full, row0,
-        queries_of(tile), params.head_dim, block.head, tile.at.batch);
+        queries_of(tile), block.head, tile.at.batch);
 
     hopper::Barrier& dout_full = smem_.dout_full[stage];
     smem_.dout_empty[stage].wait(parity ^ 1);  // as above
     dout_full.arrive_and_expect(sizeof smem_.dout[0]);
     tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV, kBoxRows,
                      true>(arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout,
-                           smem_.dout[stage], dout_full, row0, queries_of(tile), params.head_dim_v,
-                           block.head, tile.at.batch);
+                           smem_.dout[stage], dout_full, row0, queries_of(tile), block.head,
+                           tile.at.batch);
   }
 
   const BwdArguments& arguments_;

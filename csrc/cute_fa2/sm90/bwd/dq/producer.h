@@ -37,14 +37,14 @@ class DqProducer {
     for (int i = 0; i < Traits::kConsumers; ++i) {
       tma_load_rows_of<kIsPacked, Traits::kConsumerRows, Traits::kHeadDim, Traits::kStrip>(
           maps_.q, maps_.ragged_q, params_.q, smem_.q[i], smem_.q_full,
-          row0 + i * Traits::kConsumerRows, queries, params_.head_dim, tile_.head, tile_.batch);
+          row0 + i * Traits::kConsumerRows, queries, tile_.head, tile_.batch);
     }
     load_k(keys.end - 1);
     smem_.dout_full.arrive_and_expect(sizeof smem_.dout);
     for (int i = 0; i < Traits::kConsumers; ++i) {
       tma_load_rows_of<kIsPacked, Traits::kConsumerRows, Traits::kHeadDimV, Traits::kStripV>(
           maps_.dout, maps_.ragged_dout, params_.dout, smem_.dout[i], smem_.dout_full,
-          row0 + i * Traits::kConsumerRows, queries, params_.head_dim_v, tile_.head, tile_.batch);
+          row0 + i * Traits::kConsumerRows, queries, tile_.head, tile_.batch);
     }
     for (int n_block = keys.end - 1;; --n_block) {
       load_v(n_block);
@@ -64,7 +64,7 @@ class DqProducer {
     full.arrive_and_expect(sizeof smem_.k[0]);
     tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, kBoxRows>(
         maps_.k, maps_.ragged_k, params_.k, smem_.k[k_.stage], full, n_block * Traits::kBlockN,
-        keys(), params_.head_dim, head_kv_, tile_.batch);
+        keys(), head_kv_, tile_.batch);
     k_.advance();
   }
 
@@ -74,7 +74,7 @@ class DqProducer {
     full.arrive_and_expect(sizeof smem_.v[0]);
     tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, kBoxRows>(
         maps_.v, maps_.ragged_v, params_.v, smem_.v[v_.stage], full, n_block * Traits::kBlockN,
-        keys(), params_.head_dim_v, head_kv_, tile_.batch);
+        keys(), head_kv_, tile_.batch);
     v_.advance();
   }
 
