@@ -140,7 +140,7 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     innermost."""
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)
-    return torch.empty_like(q[..., :1].expand(out_shape(q, v)))
+    return torch.empty_like(q.as_strided(out_shape(q, v), (*q.stride()[:-1], 0)))
 
 
 def refusal_of_bias_gradient(q: Tensor, v: Tensor) -> Exception | None:

@@ -101,7 +101,7 @@ def forward(
     Raises:
         TypeError: an argument's type or dtype is not one of those above.
         ValueError: shapes or devices do not go together, the scale is NaN or infinite, the softcap
-            is too, or below 0, a side of the window is below -1, alibi_slopes requires a gradient,
+            is too in float32, or below 0, a side of the window is below -1, alibi_slopes requires a gradient,
             or out is given where one is asked for, or the GPU is too old, or not one that runs
             `arch`.
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head

@@ -115,7 +115,7 @@ def build_info() -> BuildInfo:
 
 def tiles_for(smem_limit: int, op: str = "fwd") -> list[Tile]:
     """The sm80 entries of an op for a device that gives a CTA `smem_limit` bytes of shared memory,
-    one for each head dim.
+    one for each pair of head dims.
     """
     tiles = cast("list[Tile]", json.loads(torch.ops.flash_cute.tiles_for(smem_limit)))
     return [tile for tile in tiles if tile["op"] == op]

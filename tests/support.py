@@ -48,7 +48,7 @@ GPU_KERNELS = pytest.mark.parametrize(
 preferred_arch: str | None = None
 
 HEAD_DIMS = [1, 3, 8, 20, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256]
-#: Those without a gradient on GPUs.
+#: Those in which operands come in chunks, on sm80's kernels.
 LARGE_HEAD_DIMS = [257, 320, 384, 385, 512, 513, 640, 768, 1000, 1024]
 #: (D, Dv): either the greater, in one bucket or in two, not whole chunks, V in a small part of the
 #: bucket's columns.
@@ -56,7 +56,7 @@ HEAD_DIM_PAIRS = [
     *((64, 40), (40, 64), (192, 128), (128, 72), (72, 128), (20, 5), (1, 96), (100, 3)),
     *((128, 8), (8, 128), (256, 64), (64, 256), (200, 136)),
 ]
-#: Of sm80's forward alone.
+#: Likewise.
 LARGE_HEAD_DIM_PAIRS = [(576, 512), (64, 512), (512, 64), (320, 1000), (1024, 8), (8, 1024)]
 
 #: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.

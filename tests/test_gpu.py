@@ -121,7 +121,7 @@ def test_tiles_fit_this_gpu():
         tiles = ops.tiles_for(bytes_lent)
         info = ops.build_info()
         built = [*info["head_dims"], *info["large_head_dims"]]
-        assert [tile["head_dim"] for tile in tiles] == built
+        assert list(dict.fromkeys(tile["head_dim"] for tile in tiles)) == built
         assert all(tile["smem_bytes"] <= bytes_lent for tile in tiles)
 
 

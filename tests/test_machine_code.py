@@ -147,7 +147,7 @@ def test_warps_go_together(kernels: list[Kernel]) -> None:
     have in common, each then computes. In a backward one thread may wait for a turn or a flag. In
     dQ's own kernel lanes meet where a consumer skips blocks."""
     for kernel in kernels:
-        allowed = {"fwd": 0, "bwd": 1, "dq": 3}[kernel.op]
+        allowed = {"fwd": 0, "bwd": 1, "dq": 3}.get(kernel.op, 0)
         if (kernel.op, kernel.mask) == ("bwd", "scored"):
             allowed = 3  # behind the branches of their changes, ahead of the first product each
         assert kernel.arch == "sm80" or kernel.opcodes["WARPSYNC"] <= allowed, kernel
@@ -257,7 +257,7 @@ def test_output_leaves_by_tma() -> None:
     for kernel in kernels_of("sm_90a"):
         if kernel.is_split_kv or kernel.mask in ("packed", "scored"):
             continue  # their last rows leave from registers
-        head_dim = kernel.config["head_dim"]
+        head_dim = kernel.config["head_dim_v"]
         columns = 64 if head_dim % 64 == 0 else 32  # of a strip, by 16
         strip = [*["STSM.16.M88.4"] * (columns // 16), fence, "UTMASTG"]
         stores = ["STG", *strip * (head_dim // columns)]

@@ -22,6 +22,7 @@ struct LargeBwdArguments {
   TileDecoder decoder;
   PackedTiles packed_tiles;  // in place of the decoder, for MaskKind::kPacked
   cutlass::FastDivmod column_groups;
+  cutlass::FastDivmod group_size;  // query heads of a key head
 };
 
 template <class Traits_, Gradient kOf>
@@ -39,6 +40,9 @@ struct LargeBwdKernel {
     if (platform::thread_index() == 0) {
       smem.tile = find(arguments, index);
       smem.tile.column = group * Traits::kColumns;
+      const int head = smem.tile.at.head;
+      smem.tile.first_head =
+          kOf == Gradient::kDq ? arguments.group_size.div(head) : head * params.group_size;
     }
     platform::sync_cta();  // the tile is there
 
@@ -58,11 +62,11 @@ struct LargeBwdKernel {
       int head;
       const SequenceTile& entry = arguments.packed_tiles.entry(index, head);
       return {PackedTiles::coord(entry, head), PackedTiles::sequence(entry),
-              int64_t{entry.first_index} * Traits::kBlockRows, 0};
+              int64_t{entry.first_index} * Traits::kBlockRows, 0, 0};
     }
     const TileCoord at = arguments.decoder.tile(index);
     return {at, Sequence::of<MaskKind::kBanded>(params, at.batch),
-            int64_t{at.batch} * params.heads_q * params.m_blocks * Traits::kBlockRows, 0};
+            int64_t{at.batch} * params.heads_q * params.m_blocks * Traits::kBlockRows, 0, 0};
   }
 
   template <class Accumulator>

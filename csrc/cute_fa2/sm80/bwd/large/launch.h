@@ -26,7 +26,8 @@ void launch_bwd_large(const BwdPlan& plan, BwdParams params, int device, cudaStr
     const int64_t groups = ceil_div(columns, Traits::kColumns);
     run_grid<LargeBwdKernel<Traits, kOf>>(
         {params, TileDecoder(order, heads, params.batch),
-         PackedTiles(list, heads, order.head_group), cutlass::FastDivmod(static_cast<int>(groups))},
+         PackedTiles(list, heads, order.head_group), cutlass::FastDivmod(static_cast<int>(groups)),
+         cutlass::FastDivmod(params.group_size)},
         tiles * groups, device, stream);
   };
   run(Constant<Gradient::kDv>{}, plan.order, plan.ctas, params.key_tiles, heads_kv,

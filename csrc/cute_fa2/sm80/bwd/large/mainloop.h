@@ -93,9 +93,7 @@ class LargeBwdMainloop {
       return row_blocks_that_see(mask(), row0, key_end, sequence().len_q, kBlockRows);
     }
   }
-  CUTE_DEVICE int first_head() const {
-    return kTileHasQueries ? at().head / params_.group_size : at().head * params_.group_size;
-  }
+  CUTE_DEVICE int first_head() const { return smem_.tile.first_head; }
   CUTE_DEVICE int last_head() const {
     return first_head() + (kTileHasQueries ? 0 : params_.group_size - 1);
   }
@@ -331,7 +329,7 @@ class LargeBwdMainloop {
     for_each_row(weights, [&](int r, const RowGradStats& stats) {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(weights); ++c) {
-        weights(r, c) = fmaf(weights(r, c), scale_log2, -stats.lse_log2);
+        weights(r, c) = not_above_0(fmaf(weights(r, c), scale_log2, -stats.lse_log2));
       }
     });
     const Mask mask = this->mask();

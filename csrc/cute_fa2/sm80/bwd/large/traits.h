@@ -51,6 +51,7 @@ struct LargeBwdTraits {
     Sequence sequence;
     int64_t first_stats;  // of its sequence's rows in head 0
     int column;           // the first of its gradient's columns
+    int first_head;       // of the other side
   };
   struct SharedMemory {
     alignas(128) Element chunks[kStages][kConfig.chunk_elements()];
