@@ -177,8 +177,8 @@ def description(answer: dict[str, Any]) -> list[tuple[str, str]]:
     rest = {key: value for key, value in answer.items() if key not in UNSEEN}
     is_forward = answer.get("op") != "bwd"
     walks = "key blocks" if is_forward else "query blocks"
-    if answer.get("k_columns"):  # of a block
-        walks = "chunks of K or V"
+    if answer.get("k_columns") or answer.get("columns"):  # the large head dims'
+        walks = "chunks of a block"
     names = {**answer, "walks": walks}
     for title, text in FORWARD if is_forward else BACKWARD:
         keys = [key for _, key, _, _ in string.Formatter().parse(text) if key]

@@ -30,7 +30,7 @@ _fwd: Callable[..., tuple[Tensor, ...]] = ops.fwd._op  # spares OpOverload.__cal
 _bwd: Callable[..., tuple[Tensor, ...]] = ops.bwd._op
 
 #: The greatest head dim that was built.
-HEAD_DIM = max(ops.build_info()["head_dims"])
+HEAD_DIM = max(ops.build_info()["head_dims"], default=0)
 
 
 def _serves(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> bool:

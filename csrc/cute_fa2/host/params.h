@@ -229,7 +229,7 @@ struct BwdParams : AttentionParams {
                  // all together (Sequence::first_block)
   BlockList key_tiles;   // MaskKind::kPacked
   BlockList row_blocks;  // likewise, of block_m rows
-  BlockList dq_tiles;    // likewise, of query rows where dQ has a kernel of its own (sm90)
+  BlockList dq_tiles;    // likewise, of query rows where dQ has a kernel of its own
   // Few tiles share the query heads of a group among so many CTAs; their dK and dV are summed
   // later.
   int head_splits;

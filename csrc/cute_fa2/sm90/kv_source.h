@@ -89,8 +89,8 @@ class TmaKV {
       const int row = params_.len_k - (is_empty ? 1 : sequence.len_k) + n_block * kBlockN;
       CUTE_UNROLL
       for (int column = 0; column < Traits::kHeadDimV; column += Traits::kStripV) {
-        // Nor may strips of columns that V does not have. K's map, with boxes of the same shape,
-        // has zeros for them.
+        // So would a strip of columns that V does not have. K's map, whose boxes have the same
+        // shape, gives zeros for it.
         static_assert(Traits::kStripV == Traits::kStrip);
         const bool is_outside = column >= params_.head_dim_v;
         hopper::tma_load(is_outside ? maps_.k : maps_.v, target + column * kBlockN, arrival,
