@@ -21,7 +21,9 @@ MAX_LENGTH = ops.build_info()["max_length"]
 MAX_HEAD_DIM = ops.build_info()["max_head_dim"]
 #: Of gradients on GPUs.
 MAX_HEAD_DIM_BWD = ops.build_info()["max_head_dim_bwd"]
-GPU_DTYPES = (torch.float16, torch.bfloat16)
+#: Of float32 on GPUs.
+MAX_HEAD_DIM_FP32 = ops.build_info()["max_head_dim_fp32"]
+GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What `arch` may be.
 ARCHS = ("sm80", "sm90")
@@ -81,9 +83,12 @@ def refusal(
         text = f"q is {name_of(q.dtype)} on {q.device}: {text}"
         return TypeError(text) if kind == "dtype" else ValueError(text)
 
-    if not 0 < q.shape[-1] <= MAX_HEAD_DIM:
+    is_fp32 = q.device.type == "cuda" and q.dtype == torch.float32
+    most = MAX_HEAD_DIM_FP32 if is_fp32 else MAX_HEAD_DIM
+    if not 0 < q.shape[-1] <= most:
         shape = f"{q.shape[-1]} (shape {tuple(q.shape)})"
-        return ValueError(f"q has head dim {shape}: it must be 1 to {MAX_HEAD_DIM}")
+        there = " for float32 on GPUs; cast it, or use " + SDPA if is_fp32 else ""
+        return ValueError(f"q has head dim {shape}: it must be 1 to {most}{there}")
     length = 0 if is_packed else 2
     equal = [
         ("k", k, "q", q, -1, "head dim"),
@@ -130,7 +135,14 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 def refusal_of_gradient(q: Tensor) -> Exception | None:
     """As `refusal`, where a gradient is asked for."""
-    if q.device.type != "cuda" or q.shape[-1] <= MAX_HEAD_DIM_BWD:
+    if q.device.type != "cuda":
+        return None
+    if q.dtype == torch.float32:
+        return NotImplementedError(
+            f"q is float32 on {q.device} and a gradient is asked for: on GPUs float32 has none; "
+            f"cast it to float16 or bfloat16, call it under torch.no_grad(), or use {SDPA}"
+        )
+    if q.shape[-1] <= MAX_HEAD_DIM_BWD:
         return None
     return NotImplementedError(
         f"q has head dim {q.shape[-1]} and a gradient is asked for: on GPUs there are none above "

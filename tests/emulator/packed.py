@@ -53,6 +53,7 @@ class Call:
         slopes: str = "",
         bias: str = "",
         bias_dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """`slopes` and `bias` name the dimensions that they have: of "bh" and of "bhqk"."""
         torch.manual_seed(0)
@@ -64,7 +65,7 @@ class Call:
             *(len(lengths), heads, rows_q, head_dim),
             heads_kv=heads_kv,
             len_k=rows_k,
-            dtype=torch.bfloat16,
+            dtype=dtype,
         )
         self.no_query = unused(self.used_q, rows_q)
         self.no_key = unused(self.used_k, rows_k, self.start)

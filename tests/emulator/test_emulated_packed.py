@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from emulator import Emulator
 from packed import BIASED, CALLS, Call, check_sink
+from torch import float32 as FP32
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -36,6 +37,12 @@ def test_head_dims(unsplit, head_dim):
         call.check(unsplit)
         call.check_backward(unsplit)
         call.check_backward(unsplit, deterministic=True)
+
+
+@pytest.mark.parametrize("options", [*CALLS.values(), *BIASED.values()])
+def test_fp32(library, options):
+    emulator = Emulator(library, 80)
+    Call(**{**options, "dtype": FP32, "bias_dtype": FP32}).check(emulator)
 
 
 @pytest.mark.parametrize("smem_limit", [0, 101376])

@@ -41,7 +41,7 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   if (params.dsink) launch_sink_gradient(params, plan, device, stream);
   if (params.len_k == 0) return;  // that of a sink alone was asked for
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
-    dtype_switch(params.dtype, [&](auto dtype) {
+    half_dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
         if (plan.arch == Arch::kSm80) {
           launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);

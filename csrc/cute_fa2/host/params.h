@@ -13,17 +13,20 @@ namespace flash_cute {
 // Rows and keys are counted in 32 bits. Sums of two lengths and the rows of a tile stay below 2^31.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - (1 << 12);
 constexpr int kMaxHeadDim = 1024;
-constexpr int kMaxHeadDimBwd = 256;  // of gradients
+constexpr int kMaxHeadDimBwd = 256;   // of gradients
+constexpr int kMaxHeadDimFp32 = 256;  // of fp32, which has no gradients
 
 enum class Arch { kSm80 = 80, kSm90 = 90 };
 
-enum class DType { kHalf, kBFloat16 };
+enum class DType { kHalf, kBFloat16, kFloat };
 
 constexpr int bytes_of(DType dtype) {
   switch (dtype) {
     case DType::kHalf:
     case DType::kBFloat16:
       return 2;
+    case DType::kFloat:
+      return 4;
   }
   __builtin_unreachable();
 }

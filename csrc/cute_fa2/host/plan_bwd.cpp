@@ -244,6 +244,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
     refuse("the head dim is above " + std::to_string(kMaxHeadDimBwd) +
            ", where the kernels have no gradient");
   }
+  if (params.dtype == DType::kFloat) refuse("the kernels have no gradient of fp32");
   std::string why_not_sm90;
   if (overrides.arch != 80) {
     BwdPlan plan = plan_sm90(params, overrides, device, encode_tensor_maps);
