@@ -32,9 +32,9 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
                     .other_rows = plan.block_n,
                     .index_rows = plan.block_m});
     }
-    requests.add_unused(params.dq, params.heads_q, params.head_dim, false);
-    requests.add_unused(params.dk, params.heads_kv(), params.head_dim, true);
-    requests.add_unused(params.dv, params.heads_kv(), params.head_dim_v, true);
+    requests.add_unused(params.dq, params.dtype, params.heads_q, params.head_dim, false);
+    requests.add_unused(params.dk, params.dtype, params.heads_kv(), params.head_dim, true);
+    requests.add_unused(params.dv, params.dtype, params.heads_kv(), params.head_dim_v, true);
     launch_blocks(params, requests, device, stream);
   }
   launch_preprocess(params, plan, device, stream);

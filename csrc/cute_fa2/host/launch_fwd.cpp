@@ -18,7 +18,7 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
                   .rows = plan.schedule.block_m >> plan.gqa.log2_rows,
                   .other_rows = plan.block_n,
                   .index_rows = plan.schedule.block_m});
-    requests.add_unused(params.out, params.heads_q, params.head_dim_v, false);
+    requests.add_unused(params.out, params.dtype, params.heads_q, params.head_dim_v, false);
     requests.add_unused_lse(params.lse, params.heads_q);
     launch_blocks(params, requests, device, stream);
   }
