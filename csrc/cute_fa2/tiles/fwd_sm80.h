@@ -89,7 +89,6 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
 // Of fp32, with fewer buckets. None timed.
 inline constexpr TileEntrySm80 kFwdTilesFp32[] = {
     {{64, 64, 128, 32, 4, false}, 2},    // 48 KB
-    {{128, 128, 64, 64, 4, false}, 2},   // 96 KB
     {{128, 128, 128, 32, 8, false}, 1},  // 96 KB
     {{256, 256, 64, 16, 4, false}, 2},   // 96 KB
     {{256, 256, 64, 16, 4, false}, 1},
