@@ -21,7 +21,9 @@ MAX_LENGTH = ops.build_info()["max_length"]
 MAX_HEAD_DIM = ops.build_info()["max_head_dim"]
 #: Where a GPU has the gradient of a bias.
 MAX_HEAD_DIM_DBIAS = ops.build_info()["max_head_dim_dbias"]
-GPU_DTYPES = (torch.float16, torch.bfloat16)
+#: Of float32 on GPUs.
+MAX_HEAD_DIM_FP32 = ops.build_info()["max_head_dim_fp32"]
+GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What `arch` may be.
 ARCHS = ("sm80", "sm90")
@@ -81,12 +83,14 @@ def refusal(
         text = f"q is {name_of(q.dtype)} on {q.device}: {text}"
         return TypeError(text) if kind == "dtype" else ValueError(text)
 
-    if not 0 < q.shape[-1] <= MAX_HEAD_DIM:
+    most = max_head_dim(q.device.type, q.dtype)
+    there = f" for float32 on GPUs; cast it, or use {SDPA}" if most < MAX_HEAD_DIM else ""
+    if not 0 < q.shape[-1] <= most:
         shape = f"{q.shape[-1]} (shape {tuple(q.shape)})"
-        return ValueError(f"q has head dim {shape}: it must be 1 to {MAX_HEAD_DIM}")
-    if not 0 < v.shape[-1] <= MAX_HEAD_DIM:
+        return ValueError(f"q has head dim {shape}: it must be 1 to {most}{there}")
+    if not 0 < v.shape[-1] <= most:
         shape = f"{v.shape[-1]} (shape {tuple(v.shape)})"
-        return ValueError(f"v has head dim {shape}: it must be 1 to {MAX_HEAD_DIM}")
+        return ValueError(f"v has head dim {shape}: it must be 1 to {most}{there}")
     length = 0 if is_packed else 2
     equal = [
         ("k", k, "q", q, -1, "head dim"),
@@ -125,6 +129,11 @@ def refusal(
     return None if arch is None else _refusal_of_arch(arch, q.device)
 
 
+def max_head_dim(device_type: str, dtype: torch.dtype) -> int:
+    is_fp32 = device_type == "cuda" and dtype == torch.float32
+    return MAX_HEAD_DIM_FP32 if is_fp32 else MAX_HEAD_DIM
+
+
 def lse_shape(q: Tensor) -> tuple[int, ...]:
     """Of the LSE to a q (B, H, N, D) or packed (T, H, D)."""
     return tuple(q.shape[:3]) if q.dim() == 4 else (q.shape[1], q.shape[0])
@@ -141,6 +150,16 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)
     return torch.empty_like(q.as_strided(out_shape(q, v), (*q.stride()[:-1], 0)))
+
+
+def refusal_of_gradient(q: Tensor) -> Exception | None:
+    """As `refusal`, where a gradient is asked for."""
+    if q.device.type != "cuda" or q.dtype != torch.float32:
+        return None
+    return NotImplementedError(
+        f"q is float32 on {q.device} and a gradient is asked for: on GPUs float32 has none; "
+        f"cast it to float16 or bfloat16, call it under torch.no_grad(), or use {SDPA}"
+    )
 
 
 def refusal_of_bias_gradient(q: Tensor, v: Tensor) -> Exception | None:

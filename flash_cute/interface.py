@@ -50,9 +50,9 @@ def forward(
     Parallelism and Work Partitioning", 2023); `flash_cute.reference` spells it out.
 
     Args:
-        q: (B, Hq, Nq, D), fp16 or bf16 on a GPU of compute capability 8.0 or newer; on the CPU fp32
-            and fp64 too. Any strides and storage offset. D is 1 to 1024.
-            Nq is at most 2**30 - 2**12.
+        q: (B, Hq, Nq, D), fp16 or bf16 on a GPU of compute capability 8.0 or newer, and without
+            gradients fp32; on the CPU fp64 too. Any strides and storage offset. D is 1 to 1024, on
+            a GPU in fp32 1 to 256. Nq is at most 2**30 - 2**12.
         k: (B, Hkv, Nk, D), of q's dtype and device. Hq must be a multiple of Hkv: query head h
             reads head h // (Hq // Hkv) of k and v (grouped-query and multi-query attention; nothing
             is repeated in memory).

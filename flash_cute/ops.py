@@ -63,7 +63,7 @@ bwd = torch.ops.flash_cute.bwd.default
 
 class TileOfAnyArch(TypedDict):
     arch: str
-    op: str  #: fwd or bwd
+    op: str  #: fwd, bwd or dq; fwd_fp32 on sm80
     mask: str  #: full, banded, any or none: the calls without split-KV that it serves
     head_dim: int  #: serves head dims of q and k up to this one
     head_dim_v: int  #: and of v
@@ -101,9 +101,11 @@ class BuildInfo(TypedDict):
     max_length: int  #: sequence lengths are at most this
     max_head_dim: int  #: head dims are at most this
     max_head_dim_dbias: int  #: those of calls with a gradient of a bias, on GPUs
+    max_head_dim_fp32: int  #: those of fp32 on GPUs
     archs: list[str]
     head_dims: list[int]
     large_head_dims: list[int]  #: of sm80 alone
+    fp32_head_dims: list[int]  #: of sm80's forward in fp32
     left_out: str  #: what FLASH_CUTE_HEAD_DIMS and FLASH_CUTE_ARCHS left out
     tiles: list[Tile]
 

@@ -42,7 +42,7 @@ DEVICES = {
     "rtx5090": Device(120, 170, 96 * MB, 99 * KB),
     "b200": Device(100, 148, 132_644_864, 227 * KB),
 }
-DTYPES = ("fp16", "bf16")
+DTYPES = ("fp16", "bf16", "fp32")
 #: Name, default (a number, or the size that it is equal to), and what it is.
 SIZES = (
     ("B", 1, "batch size"),
@@ -166,6 +166,7 @@ def request(args: argparse.Namespace, device: Device) -> str:
         "window_right": window_right,
         "backward": int(args.backward),
         "deterministic": int(args.deterministic),
+        "is_fp32": int(args.dtype == "fp32"),
         **vars(device),
     }
     return ",".join(f"{name}={value}" for name, value in items.items())

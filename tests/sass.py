@@ -36,6 +36,7 @@ CONFIG = {
     ("sm90", "bwd"): ("head_dim", "head_dim_v", "consumers", "stages"),
     ("sm90", "dq"): ("head_dim", "head_dim_v", "consumers", "block_n", "k_stages", "v_stages"),
 }
+CONFIG["sm80", "fwd_fp32"] = CONFIG["sm80", "fwd"]
 #: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV. In
 #: the end the kind of mask.
 MANGLED = re.compile(
@@ -124,7 +125,7 @@ def op_of(entry: dict[str, Any]) -> str:
 def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
     """Of an entry of the tile table what `Kernel.tile` has of a kernel."""
     arch, op = entry["arch"], op_of(entry)
-    if op == "fwd" and arch == "sm80":
+    if op.startswith("fwd") and arch == "sm80":
         row_warps = entry["warps"] // entry["column_warps"]
         is_chunked = entry["k_columns"] > 0
         entry = {**entry, "row_warps": row_warps, "chunk_stages": is_chunked * entry["stages"]}
@@ -143,7 +144,7 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
     found = []
     for name, text in functions_by_code()[code]:
         mangled = MANGLED.search(name)
-        if mangled and mangled[1].lower() == op:
+        if mangled and mangled[1].lower() + "_fp32" * ("Fp32FwdTraits" in name) == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
             is_split_kv = mangled[3] is not None

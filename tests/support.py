@@ -21,8 +21,8 @@ from flash_cute import ops, tolerance
 _GPU = pytest.mark.gpu
 _OTHER = (_GPU, pytest.mark.other_kernels)
 DEVICES = ["cpu", pytest.param("cuda", marks=_GPU)]
-#: Every (device, dtype) that is served, and one of each device for tests in which the dtype hardly
-#: matters.
+#: Every (device, dtype) that has gradients, and one of each device for tests in which the dtype
+#: hardly matters.
 BACKENDS = [
     pytest.param("cpu", torch.float32, id="cpu-fp32"),
     pytest.param("cpu", torch.float64, id="cpu-fp64"),
@@ -32,13 +32,15 @@ BACKENDS = [
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=_GPU),
 ]
 ONE_BACKEND_EACH = [BACKENDS[0], BACKENDS[5]]
-#: These, and the kernels that a GPU which runs both sm80's and sm90's does not get by default.
+#: These, the forward of fp32 on a GPU, and the kernels that a GPU which runs both sm80's and sm90's
+#: does not get by default.
 ALL_KERNELS = [
     *BACKENDS,
+    pytest.param("cuda", torch.float32, id="cuda-fp32", marks=_GPU),
     pytest.param("cuda", torch.float16, id="cuda-fp16-other", marks=_OTHER),
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16-other", marks=_OTHER),
 ]
-ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, ALL_KERNELS[-1]]
+ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, ALL_KERNELS[len(BACKENDS)], ALL_KERNELS[-1]]
 #: For tests of the GPU alone.
 GPU_KERNELS = pytest.mark.parametrize(
     "kernels", ["default", pytest.param("other", marks=pytest.mark.other_kernels)]
@@ -48,7 +50,7 @@ GPU_KERNELS = pytest.mark.parametrize(
 preferred_arch: str | None = None
 
 HEAD_DIMS = [1, 3, 8, 20, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256]
-#: Those in which operands come in chunks, on sm80's kernels.
+#: Those in which operands come in chunks, on sm80's kernels, and without fp32.
 LARGE_HEAD_DIMS = [257, 320, 384, 385, 512, 513, 640, 768, 1000, 1024]
 #: (D, Dv): either the greater, in one bucket or in two, not whole chunks, V in a small part of the
 #: bucket's columns.
@@ -58,6 +60,11 @@ HEAD_DIM_PAIRS = [
 ]
 #: Likewise.
 LARGE_HEAD_DIM_PAIRS = [(576, 512), (64, 512), (512, 64), (320, 1000), (1024, 8), (8, 1024)]
+
+
+def serves_large_head_dims(device: str, dtype: torch.dtype) -> bool:
+    return device == "cpu" or dtype != torch.float32
+
 
 #: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.
 LENGTHS = [

@@ -202,11 +202,11 @@ def test_arch_on_the_cpu(nothing_runs, arch):
 
 
 @pytest.mark.gpu
-def test_fp32_on_a_gpu(nothing_runs):
+def test_fp64_on_a_gpu(nothing_runs):
     with pytest.raises(
-        TypeError, match=r"q is float32 on cuda:0: .* float16 or bfloat16; cast it, or use torch.nn"
+        TypeError, match=r"q is float64 on cuda:0: .* bfloat16 or float32; cast it, or use torch.nn"
     ):
-        flash_cute.forward(**inputs("cuda", **everything(lambda x: x.float())))
+        flash_cute.forward(**inputs("cuda", **everything(lambda x: x.double())))
 
 
 @pytest.mark.gpu

@@ -24,9 +24,11 @@ def entries_of(arch: str, op: str) -> list[Any]:
 SM80, SM90 = entries_of("sm80", "fwd"), entries_of("sm90", "fwd")
 BWD_SM80 = entries_of("sm80", "bwd")
 BWD_SM90 = entries_of("sm90", "bwd") + entries_of("sm90", "dq")
-OPS_SM80 = {"fwd": SM80, "bwd": BWD_SM80}
+FP32 = entries_of("sm80", "fwd_fp32")
+OPS_SM80 = {"fwd": SM80, "fwd_fp32": FP32, "bwd": BWD_SM80}
 #: Those that each op is built for, on sm80.
 HEAD_DIMS = {op: [*INFO["head_dims"], *INFO["large_head_dims"]] for op in OPS_SM80}
+HEAD_DIMS["fwd_fp32"] = INFO["fp32_head_dims"]
 
 
 def pair(entry: dict[str, Any]) -> tuple[int, int]:
@@ -49,7 +51,7 @@ def test_every_built_head_dim_has_entries() -> None:
         assert HEAD_DIMS[op] == sorted(set(HEAD_DIMS[op]))
         assert {entry["head_dim"] for entry in entries} == set(HEAD_DIMS[op]) != set()
         assert {entry["mask"] for entry in entries} == {"any"}
-    assert len([*SM80, *SM90, *BWD_SM80, *BWD_SM90]) == len(INFO["tiles"])
+    assert len([*SM80, *FP32, *SM90, *BWD_SM80, *BWD_SM90]) == len(INFO["tiles"])
     assert bool(SM90) == ("sm_90a" in INFO["archs"])
 
 
@@ -67,7 +69,7 @@ def test_every_head_dim_has_an_entry_of_sm90_for_split_kv() -> None:
     assert all(entry["split_kv"] for entry in SM90 if entry["mask"] == "none")
 
 
-@pytest.mark.parametrize("entry", SM80 + BWD_SM80, ids=name_of)
+@pytest.mark.parametrize("entry", SM80 + FP32 + BWD_SM80, ids=name_of)
 def test_sm80_entry(entry: dict[str, Any]) -> None:
     assert fits(entry, max(LIMITS.values()))
     assert 1 <= entry["warps"] <= 32

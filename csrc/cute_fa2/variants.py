@@ -14,6 +14,9 @@ from pathlib import Path
 LARGE_HEAD_DIMS = (384, 512, 768, 1024)
 ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256, *LARGE_HEAD_DIMS)
 DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
+#: Of the forward on sm80 in fp32, which has fewer: each serves the others up to it.
+FP32_HEAD_DIMS = (64, 128, 256)
+FP32 = {"fp32": "DType::kFloat"}
 
 #: For each op and architecture: the kinds of kernels, each with its template arguments beyond dtype
 #: and head dim. SM90's files take longer to compile, so each of its kinds has a file.
@@ -71,6 +74,7 @@ inline constexpr std::array<int, {count}> kBuiltHeadDims = {{{head_dims}}};
 // Of sm80 alone; and of their gradients, the columns that a tile has.
 inline constexpr std::array<int, {large_count}> kBuiltLargeHeadDims = {{{large}}};
 inline constexpr std::array<int, {columns_count}> kBuiltBwdColumns = {{{columns}}};
+inline constexpr std::array<int, {fp32_count}> kBuiltFp32HeadDims = {{{fp32}}};
 inline constexpr bool kSm90IsBuilt = {sm90};
 }}  // namespace flash_cute
 """
@@ -87,23 +91,26 @@ def generate(
     head_dims = sorted(set(head_dims))
     ordinary = [head_dim for head_dim in head_dims if head_dim not in LARGE_HEAD_DIMS]
     large = [head_dim for head_dim in head_dims if head_dim in LARGE_HEAD_DIMS]
+    fp32 = sorted({next(f for f in FP32_HEAD_DIMS if n <= f) for n in ordinary})
     sources = []
     for op, archs in OPS.items():
         for arch, kinds in archs.items():
             if arch == "sm90" and not sm90:
                 continue
             files = {"": list(kinds)} if arch == "sm80" else {f"_{k}": [k] for k in kinds}
-            for head_dim in head_dims if (op, arch) == ("fwd", "sm80") else ordinary:
-                for dtype, cpp_dtype in DTYPES.items():
-                    for suffix, its_kinds in files.items():
-                        of_op = f"const {op.title()}Plan&, const {op.title()}Params&"
-                        lines = [
-                            f"template void launch_{op}_{arch}<{cpp_dtype}, {head_dim}, {kinds[k]}>"
-                            f"({of_op}, int, cudaStream_t);"
-                            for k in its_kinds
-                        ]
-                        path = out_dir / f"{op}_{arch}_hdim{head_dim}_{dtype}{suffix}.cu"
-                        sources.append(write_kernels(path, f"{arch}/{op}", lines))
+            is_fwd_sm80 = (op, arch) == ("fwd", "sm80")
+            its_head_dims = head_dims if is_fwd_sm80 else ordinary
+            cases = list(itertools.product(its_head_dims, DTYPES.items()))
+            cases += itertools.product(fp32 if is_fwd_sm80 else [], FP32.items())
+            for (head_dim, (dtype, cpp_dtype)), suffix in itertools.product(cases, files):
+                of_op = f"const {op.title()}Plan&, const {op.title()}Params&"
+                lines = [
+                    f"template void launch_{op}_{arch}<{cpp_dtype}, {head_dim}, {kinds[k]}>"
+                    f"({of_op}, int, cudaStream_t);"
+                    for k in files[suffix]
+                ]
+                path = out_dir / f"{op}_{arch}_hdim{head_dim}_{dtype}{suffix}.cu"
+                sources.append(write_kernels(path, f"{arch}/{op}", lines))
     # Gradients of two groups of columns have the kernels of half the head dim.
     columns = sorted({d if d <= 512 else d // 2 for d in large})
     for of_tile, (dtype, cpp_dtype) in itertools.product(columns, DTYPES.items()):
@@ -120,6 +127,8 @@ def generate(
         large=", ".join(map(str, large)),
         columns_count=len(columns),
         columns=", ".join(map(str, columns)),
+        fp32_count=len(fp32),
+        fp32=", ".join(map(str, fp32)),
         sm90=str(sm90).lower(),
     )
     write_if_changed(out_dir / "generated" / "variants.inc", built)
@@ -135,14 +144,14 @@ def write_kernels(path: Path, header: str, lines: Sequence[str]) -> Path:
 def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     """What a file with kernels needs beyond the flags of all. `code`: what the kernels that every
     chip runs are translated to, machine code and PTX."""
-    kernel = re.match(r"\w+?_(sm\d+)_hdim(\d+)_", source.name)
+    kernel = re.match(r"\w+?_(sm\d+)_hdim(\d+)_([a-z\d]+)", source.name)
     if kernel and kernel[1] == "sm90":
         return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *_macros(source.stem)])
     flags = [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]
-    # The tiles up to head dim 128 fill the register file. Told to economise, ptxas keeps everything
-    # in it on every chip. So does the backward at head dim 256, told a little less than by default.
-    # For the others the default does better.
-    if kernel and int(kernel[2]) <= 128:
+    # The tiles up to head dim 128 and fp32's fill the register file. Told to economise, ptxas keeps
+    # everything in it on every chip. So does the backward at head dim 256, told a little less than
+    # by default. For the others the default does better.
+    if kernel and (int(kernel[2]) <= 128 or kernel[3] == "fp32"):
         flags.append("-Xptxas=--register-usage-level=7")
     elif source.name.startswith("bwd_sm80_hdim256_"):
         flags.append("-Xptxas=--register-usage-level=3")

@@ -74,6 +74,8 @@ class _Tensor(ctypes.Structure):
     ]
 
 
+#: As DType (host/params.h) numbers them.
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
 #: What tells the sequences of a call.
 _SEQUENCES = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "key_start"
 
@@ -86,7 +88,7 @@ class _Call(ctypes.Structure):
         *((name, _Tensor) for name in (*_SEQUENCES, "sink", "slopes", "bias")),
         ("softcap", ctypes.c_double),
         ("sequences", ctypes.c_int32),
-        ("is_half", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
         ("workers", ctypes.c_int32),
         ("softmax_scale", ctypes.c_double),
         ("window_left", ctypes.c_int64),
@@ -337,7 +339,7 @@ class Emulator:
         return (
             *map(_as_c, tensors),
             *table,
-            q.dtype == torch.float16,
+            _DTYPES.index(q.dtype),
             self.workers,
             softmax_scale,
             *band[:2],

@@ -53,6 +53,7 @@ SM80 = [
     ),
     Fault("shared-p", "", READ),
     Fault("chunk-wait", "platform::wait_copies<kStages - 1>();", UNFINISHED),
+    Fault("tf32-lo", "", WRONG),
     Fault("lse-row", "visit(row, mine);", f"{BOUNDS}|{WRITTEN}"),
 ]
 SM90 = [
@@ -85,7 +86,6 @@ BACKWARD_SM90 = [
     Fault("bwd90-staged", "", "still reads|has read"),
     Fault("bwd90-dq-complete", "", "has not waited for"),
     Fault("bwd90-dq-done", "", READ),
-    Fault("bwd90-bulk-fence", "", "with no fence.proxy.async ahead"),
 ]
 PACKED = [
     Fault("packed-band", "= len_k - len_q + 1", WRONG),

@@ -55,6 +55,7 @@ class Call:
         bias: str = "",
         bias_dtype: torch.dtype = torch.float32,
         hides_rows: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """`slopes` and `bias` name the dimensions that they have: of "bh" and of "bhqk". Rows that
         a bias hides have but huge negative ones, and no gradient."""
@@ -67,7 +68,7 @@ class Call:
             *(len(lengths), heads, rows_q, head_dim),
             heads_kv=heads_kv,
             len_k=rows_k,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             head_dim_v=head_dim_v,
         )
         self.no_query = unused(self.used_q, rows_q)

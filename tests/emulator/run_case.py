@@ -18,7 +18,7 @@ from build_emulator import Library, build, variants  # noqa: E402
 from emulator import Emulator  # noqa: E402
 from support import poisoned, random_inputs  # noqa: E402
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main() -> None:

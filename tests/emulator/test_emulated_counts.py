@@ -24,6 +24,7 @@ def name_of(tile):
 
 
 SM80 = {f"{name_of(t)}-{t['column_warps']}": (t, lim) for lim in LIMITS for t in ops.tiles_for(lim)}
+FP32 = {name_of(t): (t, lim) for lim in LIMITS for t in ops.tiles_for(lim, "fwd_fp32")}
 BWD_TILES = [(tile, limit) for limit in LIMITS for tile in ops.tiles_for(limit, "bwd")]
 BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" not in t}
 LARGE_BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" in t}
@@ -79,6 +80,26 @@ def test_sm80(sm80, name):
         of_v = tile["block_n"] // tile["v_keys"] * groups
         blocks = KEY_BLOCKS * (d // tile["k_columns"] + of_v + 1) + 1
     assert counters.cta_barriers == 1 + blocks + shared
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_fp32(sm80, name):
+    tile, smem_limit = FP32[name]
+    m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
+    inputs = map(poisoned, random_inputs(1, 1, m, d, len_k=n, dtype=torch.float32))
+    counters = sm80.check(*inputs, smem_limit=smem_limit)[2]
+    # Chunks of 16 bytes have 4 elements. Each goes to shared memory once.
+    assert counters.global_reads_16 == (m + 2 * n) * d // 4 and counters.global_reads == 0
+    assert counters.copy_async.wavefronts == (m + 2 * n) * d // 32
+    # Each warp reads its rows of Q for each block of keys, and all of K; V in words.
+    assert counters.load_matrix.wavefronts == (KEY_BLOCKS * m + tile["warps"] * n) * d // 32
+    assert counters.load.wavefronts == (tile["warps"] * n + m) * d // 32
+    # Three products for each of two gemms, in MMAs of 16 x 8 x 8.
+    assert counters.mma == 3 * 2 * m * n * d // (16 * 8 * 8)
+    # O alone has conflicts, on its way through shared memory: of two rows each.
+    assert counters.bank_conflicts() == counters.store.conflicts == counters.store.wavefronts
+    assert (counters.global_writes_16, counters.global_writes) == (m * d // 4, m)
+    assert counters.cta_barriers == 1 + 2 * KEY_BLOCKS
 
 
 @pytest.mark.parametrize("name", SM80)

@@ -28,7 +28,7 @@ from support import (
 )
 from support import random_inputs as random_inputs_of
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MASKS = False, True
 BOTH_MASKS = pytest.mark.parametrize("is_causal", MASKS, ids=["full", "causal"])
 # Of one CTA's shared memory, in bytes: what sm_80 and sm_86 lend. By these and by what sm_90 lends
@@ -79,6 +79,31 @@ def test_every_tile_of_sm80(sm80, head_dim, smem_limit, is_causal):
         inputs = random_inputs(1, 2, 150, head_dim, heads_kv=1, len_k=270, dtype=dtype)
         options = {"smem_limit": smem_limit, "splits": splits}
         sm80.check(*map(poisoned, inputs), is_causal, **options)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("smem_limit", [0, *SMEM_LIMITS])
+@pytest.mark.parametrize("head_dim", [1, 20, 64, 100, 128, 200, 256])
+def test_every_tile_of_fp32(sm80, head_dim, smem_limit, is_causal):
+    for splits in (1, 2):
+        inputs = random_inputs(1, 2, 150, head_dim, heads_kv=1, len_k=270, dtype=FP32)
+        options = {"smem_limit": smem_limit, "splits": splits}
+        sm80.check(*map(poisoned, inputs), is_causal, **options)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_calls_of_fp32(sm80, seed):
+    inputs, call = random_call(seed, FP32)
+    options = {"smem_limit": [0, *SMEM_LIMITS][seed % 3], "splits": [0, 1, 3][seed % 3]}
+    sm80.check(*inputs, **call, **options, seed=seed)
+
+
+@pytest.mark.parametrize("size", [1e-30, 6.0, 1e3])
+@pytest.mark.parametrize("head_dim, len_k", [(64, 1024), (128, 1024), (256, 500)])
+def test_scores_of_fp32(sm80, head_dim, len_k, size):
+    """Sharp ones, in which errors do not average out."""
+    q, k, v = random_inputs(1, 1, 40, head_dim, len_k=len_k, dtype=FP32)
+    sm80.check(q * size, k, v)
 
 
 @BOTH_MASKS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from emulator import EmulationError, Emulator
 from packed import BIASED, CALLS, Call, check_sink
+from torch import float32 as FP32
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -52,6 +53,12 @@ def test_head_dims(unsplit, head_dim, head_dim_v):
             continue
         call.check_backward(unsplit)
         call.check_backward(unsplit, deterministic=True)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *(f"bias of {name}" for name in BIASED)])
+def test_fp32(library, name):
+    options = CALLS.get(name) or {**BIASED[name.removeprefix("bias of ")], "is_padded": True}
+    Call(**{**options, "dtype": FP32, "bias_dtype": FP32}).check(Emulator(library, 80))
 
 
 @pytest.mark.parametrize("smem_limit", [0, 101376])

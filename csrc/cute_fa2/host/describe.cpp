@@ -8,7 +8,7 @@ JsonObject as_json(const TileEntrySm80& entry, DType dtype) {
   const FwdConfigSm80& config = entry.config;
   return JsonObject()
       .add("arch", "sm80")
-      .add("op", "fwd")
+      .add("op", dtype == DType::kFloat ? "fwd_fp32" : "fwd")
       .add("mask", "any")
       .add("head_dim", config.head_dim)
       .add("head_dim_v", config.head_dim_v)
@@ -138,9 +138,10 @@ const char* name_of(DqBy dq_by) {
 
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device) {
   const bool is_sm80 = plan.arch == Arch::kSm80;
-  JsonObject json = is_sm80 ? as_json(kFwdTilesSm80[plan.tile], params.dtype)
+  const auto tiles_sm80 = fwd_tiles_sm80(bytes_of(params.dtype));
+  JsonObject json = is_sm80 ? as_json(tiles_sm80[plan.tile], params.dtype)
                             : as_json(kFwdTilesSm90[plan.tile], params.dtype);
-  const int ctas_per_sm = is_sm80 ? kFwdTilesSm80[plan.tile].ctas_per_sm : 1;
+  const int ctas_per_sm = is_sm80 ? tiles_sm80[plan.tile].ctas_per_sm : 1;
   const TileSchedule& schedule = plan.schedule;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   // The sm90 kernels for splits serve any mask.

@@ -33,21 +33,21 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
                     .other_rows = plan.block_n,
                     .index_rows = plan.block_m});
     }
-    requests.add_unused(params.dq, params.heads_q, params.head_dim, false);
-    requests.add_unused(params.dk, params.heads_kv(), params.head_dim, true);
-    requests.add_unused(params.dv, params.heads_kv(), params.head_dim_v, true);
+    requests.add_unused(params.dq, params.dtype, params.heads_q, params.head_dim, false);
+    requests.add_unused(params.dk, params.dtype, params.heads_kv(), params.head_dim, true);
+    requests.add_unused(params.dv, params.dtype, params.heads_kv(), params.head_dim_v, true);
     launch_blocks(params, requests, device, stream);
   }
   launch_preprocess(params, plan, device, stream);
   if (params.dsink) launch_sink_gradient(params, plan, device, stream);
   if (params.len_k == 0) return;  // that of a sink alone was asked for
   head_dim_switch<kBuiltBwdColumns>(plan.columns, [&](auto columns) {
-    dtype_switch(params.dtype, [&](auto dtype) {
+    half_dtype_switch(params.dtype, [&](auto dtype) {
       launch_bwd_sm80_large<dtype(), columns()>(plan, params, device, stream);
     });
   });
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
-    dtype_switch(params.dtype, [&](auto dtype) {
+    half_dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
         if (plan.arch == Arch::kSm80) {
           launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);

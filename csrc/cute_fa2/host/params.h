@@ -15,16 +15,19 @@ constexpr int64_t kMaxLength = (int64_t{1} << 30) - (1 << 12);
 constexpr int kMaxHeadDim = 1024;
 // Head dims above this one are large. sm80 alone has kernels for them, and no gradient of a bias.
 constexpr int kLargeAbove = 256;
+constexpr int kMaxHeadDimFp32 = 256;  // of fp32, which has no gradients
 
 enum class Arch { kSm80 = 80, kSm90 = 90 };
 
-enum class DType { kHalf, kBFloat16 };
+enum class DType { kHalf, kBFloat16, kFloat };
 
 constexpr int bytes_of(DType dtype) {
   switch (dtype) {
     case DType::kHalf:
     case DType::kBFloat16:
       return 2;
+    case DType::kFloat:
+      return 4;
   }
   __builtin_unreachable();
 }

@@ -285,6 +285,7 @@ BwdOverrides parse_bwd_overrides(const std::string& text) {
 
 BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
                  const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
+  if (params.dtype == DType::kFloat) refuse("the kernels have no gradient of fp32");
   std::string why_not_sm90;
   if (overrides.arch != 80) {
     BwdPlan plan = plan_sm90(params, overrides, device, encode_tensor_maps);

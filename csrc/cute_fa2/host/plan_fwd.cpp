@@ -84,7 +84,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
   plan.tile = select_fwd_sm80(plan.head_dim, params.head_dim_v, limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, limit);
-  const TileEntrySm80& entry = kFwdTilesSm80[plan.tile];
+  const TileEntrySm80& entry = fwd_tiles_sm80(bytes_of(params.dtype))[plan.tile];
   const int block_m = entry.config.block_m;
   plan.block_n = entry.config.block_n;
   plan.gqa = gqa_layout(of_mean_length(params), block_m, kMaxLength);
@@ -105,6 +105,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
 std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& overrides,
                          const DeviceProperties& device) {
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
+  if (p.dtype == DType::kFloat) return "fp32 has kernels of sm80 alone";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";

@@ -13,7 +13,7 @@
 namespace flash_cute::sm80 {
 
 // `kRowWarps` x `kColumnWarps` warps share a product. 16 neighbouring columns are one warp's: one
-// ldmatrix.x4 fills B operands for two n8.
+// ldmatrix.x4 fills B operands for two n8. An MMA takes 32 bytes of a row of its operands.
 template <class Element, int kRowWarps, int kColumnWarps>
 using TiledMmaOf = cute::TiledMMA<
     cute::MMA_Atom<platform::Mma<Element>>,
@@ -21,7 +21,7 @@ using TiledMmaOf = cute::TiledMMA<
     cute::Tile<cute::Int<16 * kRowWarps>,
                cute::Layout<cute::Shape<cute::_8, cute::Int<kColumnWarps>, cute::_2>,
                             cute::Stride<cute::_1, cute::_16, cute::_8>>,
-               cute::_16>>;
+               cute::Int<32 / static_cast<int>(sizeof(Element))>>>;
 
 // Shared-memory rows are cut into strips of 64 elements (128 bytes, all 32 banks) or 32. The
 // swizzle permutes the 16-byte chunks of 8 neighbouring rows, so that a column of chunks lies in 8
@@ -43,12 +43,15 @@ using SmemLayoutTransposed = decltype(cute::composition(
                  cute::Stride<decltype(cute::get<0>(Shape{})), cute::_1>>{}));
 
 // 16 bytes a thread; neighbouring threads have a strip's row.
+template <class T>
+inline constexpr int kChunk = 16 / static_cast<int>(sizeof(T));
 template <class CopyOp, class T, int kThreads, int kStrip>
 using GmemTiledCopy = decltype(cute::make_tiled_copy(
     cute::Copy_Atom<CopyOp, T>{},
-    cute::Layout<cute::Shape<cute::Int<kThreads / (kStrip / 8)>, cute::Int<kStrip / 8>>,
-                 cute::Stride<cute::Int<kStrip / 8>, cute::_1>>{},
-    cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
+    cute::Layout<
+        cute::Shape<cute::Int<kThreads / (kStrip / kChunk<T>)>, cute::Int<kStrip / kChunk<T>>>,
+        cute::Stride<cute::Int<kStrip / kChunk<T>>, cute::_1>>{},
+    cute::Layout<cute::Shape<cute::_1, cute::Int<kChunk<T>>>>{}));
 
 // The same for a tile of `Shape`. Where a strip has fewer rows than threads take at once, they take
 // several strips.

@@ -3,6 +3,8 @@
 // notes/sm80_forward.md. Python reads the table through the op `build_info`.
 #pragma once
 
+#include <span>
+
 namespace flash_cute {
 
 // One tile: a CTA keeps `block_m` query rows and walks over the keys, `block_n` at a time. A
@@ -86,10 +88,23 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     {{1024, 1024, 32, 128, 1, false, 8, 3, 32, 16, 256}, 1},
 };
 
+// Of fp32, with fewer buckets. None timed.
+inline constexpr TileEntrySm80 kFwdTilesFp32[] = {
+    {{64, 64, 128, 32, 4, false}, 2},    // 48 KB
+    {{128, 128, 128, 32, 8, false}, 1},  // 96 KB
+    {{256, 256, 64, 16, 4, false}, 2},   // 96 KB
+    {{256, 256, 64, 16, 4, false}, 1},
+};
+
+constexpr std::span<const TileEntrySm80> fwd_tiles_sm80(int element_bytes) {
+  if (element_bytes == 4) return kFwdTilesFp32;
+  return kFwdTilesSm80;
+}
+
 // The index of the entry that serves `head_dim` (a bucket) with V of `head_dim_v` columns, or -1.
 constexpr int select_fwd_sm80(int head_dim, int head_dim_v, int smem_per_cta, int element_bytes) {
   int index = 0;
-  for (const TileEntrySm80& entry : kFwdTilesSm80) {
+  for (const TileEntrySm80& entry : fwd_tiles_sm80(element_bytes)) {
     if (entry.config.head_dim == head_dim && entry.config.head_dim_v >= head_dim_v &&
         entry.fits(smem_per_cta, element_bytes)) {
       return index;

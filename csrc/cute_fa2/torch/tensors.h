@@ -131,6 +131,7 @@ inline int32_t dtype_of(const Tensor& t) {
 inline std::optional<DType> dtype_from(int32_t dtype) {
   if (dtype == aoti_torch_dtype_float16()) return DType::kHalf;
   if (dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  if (dtype == aoti_torch_dtype_float32()) return DType::kFloat;
   return {};
 }
 
@@ -143,13 +144,14 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int3
                       v.get_device_index() == device,
                   "q, k and v must be on the same CUDA device");
   STD_TORCH_CHECK(dtype_from(dtype) && dtype_of(k) == dtype && dtype_of(v) == dtype,
-                  "q, k and v must be all float16 or all bfloat16");
+                  "q, k and v must be all float16, all bfloat16 or all float32");
   const Geometry gq(q), gk(k), gv(v);
   const int64_t *size_q = gq.sizes, *size_k = gk.sizes, *size_v = gv.sizes;
-  STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= kMaxHeadDim && size_k[3] == size_q[3],
-                  "q and k must have the same head dim, from 1 to ", kMaxHeadDim);
-  STD_TORCH_CHECK(1 <= size_v[3] && size_v[3] <= kMaxHeadDim, "v's head dim must be 1 to ",
-                  kMaxHeadDim);
+  const int max_head_dim = dtype_from(dtype) == DType::kFloat ? kMaxHeadDimFp32 : kMaxHeadDim;
+  STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= max_head_dim && size_k[3] == size_q[3],
+                  "q and k must have the same head dim, from 1 to ", max_head_dim);
+  STD_TORCH_CHECK(1 <= size_v[3] && size_v[3] <= max_head_dim, "v's head dim must be 1 to ",
+                  max_head_dim);
   STD_TORCH_CHECK(size_k[0] == size_q[0] && size_v[0] == size_q[0],
                   "q, k and v must have the same batch size");
   STD_TORCH_CHECK(size_v[1] == size_k[1] && size_v[2] == size_k[2],

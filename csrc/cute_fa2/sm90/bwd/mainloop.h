@@ -261,7 +261,7 @@ class BwdMainloop {
     has_parts_ = true;
     WarpgroupSums::store_to_shared(smem_.dq[consumer_], tdQrdQ);
     // Visible to the bulk copy, once all lanes are here.
-    hopper::fence_async_proxy();  // fault: bwd90-bulk-fence
+    hopper::fence_async_proxy();
     hopper::sync_warp();
     hopper::arrive_of_warp(smem_.dq_full[consumer_], /*after_accesses=*/true);
   }
