@@ -106,9 +106,7 @@ def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **key
     if _is_differentiated(*tensors):
         _, _, bias, *_ = (*others, None, None, None)
         wants_dbias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-        error = checks.refusal_of_gradient(q)
-        error = error or (checks.refusal_of_bias_gradient(q, v) if wants_dbias else None)
-        if error is not None:
+        if wants_dbias and (error := checks.refusal_of_bias_gradient(q, v)) is not None:
             raise error
         return _Attention.apply(keywords, *tensors)
     with below_autograd():

@@ -152,27 +152,18 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     return torch.empty_like(q.as_strided(out_shape(q, v), (*q.stride()[:-1], 0)))
 
 
-def refusal_of_gradient(q: Tensor) -> Exception | None:
-    """As `refusal`, where a gradient is asked for."""
-    if q.device.type != "cuda" or q.dtype != torch.float32:
-        return None
-    return NotImplementedError(
-        f"q is float32 on {q.device} and a gradient is asked for: on GPUs float32 has none; "
-        f"cast it to float16 or bfloat16, call it under torch.no_grad(), or use {SDPA}"
-    )
-
-
 def refusal_of_bias_gradient(q: Tensor, v: Tensor) -> Exception | None:
     """As `refusal`, where the gradient of a bias is asked for."""
     if q.device.type != "cuda":
         return None
+    why = f"q is float32: on {q.device} there is none" if q.dtype == torch.float32 else ""
     for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] > MAX_HEAD_DIM_DBIAS:
-            return NotImplementedError(
-                f"bias requires a gradient and {name} has head dim {x.shape[-1]}: on GPUs there is "
-                f"none above head dim {MAX_HEAD_DIM_DBIAS}; detach it, or use {SDPA}"
-            )
-    return None
+        if not why and x.shape[-1] > MAX_HEAD_DIM_DBIAS:
+            why = f"{name} has head dim {x.shape[-1]}: on GPUs there is none above head dim "
+            why += str(MAX_HEAD_DIM_DBIAS)
+    if not why:
+        return None
+    return NotImplementedError(f"bias requires a gradient and {why}; detach it, or use {SDPA}")
 
 
 def refusal_of_derivatives(tensors: dict[str, Tensor | None]) -> Exception | None:

@@ -50,9 +50,9 @@ def forward(
     Parallelism and Work Partitioning", 2023); `flash_cute.reference` spells it out.
 
     Args:
-        q: (B, Hq, Nq, D), fp16 or bf16 on a GPU of compute capability 8.0 or newer, and without
-            gradients fp32; on the CPU fp64 too. Any strides and storage offset. D is 1 to 1024, on
-            a GPU in fp32 1 to 256. Nq is at most 2**30 - 2**12.
+        q: (B, Hq, Nq, D), fp16, bf16 or fp32, on a GPU of compute capability 8.0 or newer or on the
+            CPU, and there fp64 too. Any strides and storage offset. D is 1 to 1024, in fp32 on a
+            GPU 1 to 256. Nq is at most 2**30 - 2**12.
         k: (B, Hkv, Nk, D), of q's dtype and device. Hq must be a multiple of Hkv: query head h
             reads head h // (Hq // Hkv) of k and v (grouped-query and multi-query attention; nothing
             is repeated in memory).
@@ -108,7 +108,7 @@ def forward(
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this scale.
         NotImplementedError: an input carries a forward-mode tangent, or bias requires a gradient
-            on a GPU and D or Dv is above 256. Taking a second derivative raises it, too.
+            on a GPU in fp32, or D or Dv is above 256. Taking a second derivative raises it, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are

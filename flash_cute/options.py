@@ -155,8 +155,6 @@ def refusal_of_gradients(
             continue
         if name == "alibi_slopes":
             return ValueError(f"{name} requires a gradient, and there is none; detach it")
-        if (error := checks.refusal_of_gradient(q)) is not None:
-            return error
         if name == "bias" and (error := checks.refusal_of_bias_gradient(q, v)) is not None:
             return error
         if out is not None:

@@ -28,7 +28,8 @@ CONFIG = {
         *("chunk_stages", "k_columns", "v_keys", "v_columns"),
     ),
     ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),
-    ("sm80", "large"): ("columns", "stages"),  # the backward above head dim 256
+    # The backward above head dim 256.
+    ("sm80", "large"): ("columns", "stages", "block_m", "chunk_columns", "chunk_rows"),
     ("sm90", "fwd"): (
         *("head_dim", "head_dim_v", "consumers", "block_n"),
         *("stages", "q_stages", "ping_pong"),
@@ -37,6 +38,7 @@ CONFIG = {
     ("sm90", "dq"): ("head_dim", "head_dim_v", "consumers", "block_n", "k_stages", "v_stages"),
 }
 CONFIG["sm80", "fwd_fp32"] = CONFIG["sm80", "fwd"]
+CONFIG["sm80", "large_fp32"] = CONFIG["sm80", "large"]
 #: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV. In
 #: the end the kind of mask.
 MANGLED = re.compile(
@@ -118,8 +120,10 @@ class Kernel:
 
 
 def op_of(entry: dict[str, Any]) -> str:
-    """Of an entry of the tile table: its op, but "large" of the backward above head dim 256."""
-    return "large" if "columns" in entry else str(entry["op"])
+    """Of an entry of the tile table: its op, but "large" of the backward above head dim 256, and
+    "large_fp32" of fp32's."""
+    op = str(entry["op"])
+    return op.replace("bwd", "large") if "columns" in entry else op
 
 
 def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
@@ -144,11 +148,12 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
     found = []
     for name, text in functions_by_code()[code]:
         mangled = MANGLED.search(name)
-        if mangled and mangled[1].lower() + "_fp32" * ("Fp32FwdTraits" in name) == op:
+        fp32 = "_fp32" if "Fp32FwdTraits" in name or "DTypeE2E" in name else ""
+        if mangled and mangled[1].lower() + fp32 == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
             is_split_kv = mangled[3] is not None
-            mask = "any" if op == "large" else MASKS[int(mangled[4])]
+            mask = "any" if op.startswith("large") else MASKS[int(mangled[4])]
             found.append(Kernel(name, arch, config, is_split_kv, mask, text, op))
     return found
 

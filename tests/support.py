@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import ops, tolerance
+from flash_cute import checks, ops, tolerance
 
 _GPU = pytest.mark.gpu
 _OTHER = (_GPU, pytest.mark.other_kernels)
 DEVICES = ["cpu", pytest.param("cuda", marks=_GPU)]
-#: Every (device, dtype) that has gradients, and one of each device for tests in which the dtype
-#: hardly matters.
+#: Every (device, dtype) that is served, and one of each device for tests in which the dtype hardly
+#: matters.
 BACKENDS = [
     pytest.param("cpu", torch.float32, id="cpu-fp32"),
     pytest.param("cpu", torch.float64, id="cpu-fp64"),
@@ -30,17 +30,16 @@ BACKENDS = [
     pytest.param("cpu", torch.bfloat16, id="cpu-bf16"),
     pytest.param("cuda", torch.float16, id="cuda-fp16", marks=_GPU),
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=_GPU),
+    pytest.param("cuda", torch.float32, id="cuda-fp32", marks=_GPU),
 ]
 ONE_BACKEND_EACH = [BACKENDS[0], BACKENDS[5]]
-#: These, the forward of fp32 on a GPU, and the kernels that a GPU which runs both sm80's and sm90's
-#: does not get by default.
+#: These, and the kernels that a GPU which runs both sm80's and sm90's does not get by default.
 ALL_KERNELS = [
     *BACKENDS,
-    pytest.param("cuda", torch.float32, id="cuda-fp32", marks=_GPU),
     pytest.param("cuda", torch.float16, id="cuda-fp16-other", marks=_OTHER),
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16-other", marks=_OTHER),
 ]
-ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, ALL_KERNELS[len(BACKENDS)], ALL_KERNELS[-1]]
+ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, BACKENDS[6], ALL_KERNELS[-1]]
 #: For tests of the GPU alone.
 GPU_KERNELS = pytest.mark.parametrize(
     "kernels", ["default", pytest.param("other", marks=pytest.mark.other_kernels)]
@@ -63,7 +62,7 @@ LARGE_HEAD_DIM_PAIRS = [(576, 512), (64, 512), (512, 64), (320, 1000), (1024, 8)
 
 
 def serves_large_head_dims(device: str, dtype: torch.dtype) -> bool:
-    return device == "cpu" or dtype != torch.float32
+    return checks.max_head_dim(device, dtype) > 256
 
 
 #: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.

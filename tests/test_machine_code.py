@@ -48,6 +48,7 @@ INSTRUCTIONS = {
         *(r"LDSM\.16\.M88\.4", r"LDSM\.16\.MT88\.4", r"LDGSTS\.E\.BYPASS\S*\.128", "HMMA"),
         r"MUFU\.EX2",
     ),
+    ("sm80", "large_fp32"): ("LDSM", "LDGSTS", r"HMMA\.1688\.F32\.TF32", r"MUFU\.EX2"),
     ("sm80", "fwd_fp32"): (
         *("LDSM", "LDGSTS", r"HMMA\.1688\.F32\.TF32", r"MUFU\.EX2", r"MUFU\.RCP"),
         r"STG\.E\.128",
@@ -116,13 +117,13 @@ def test_every_entry_has_its_kernels(
     for entry in entries:
         tile, served = tile_of(entry), MASKS[entry["mask"]]
         served += 2 * ("packed" not in entry)
-        if op_of(entry) == "large":
+        if op_of(entry).startswith("large"):
             served = 3  # a kernel for each gradient, of any mask
         masks[tile] = masks.get(tile, 0) + served if entry["mask"] != "any" else served
     for entry in entries:
         kinds = 2 if entry["head_dim"] == entry["head_dim_v"] else 1  # packed and scored
         masks[tile_of(entry)] += entry.get("split_kv", 0) + kinds * entry.get("packed", 0)
-    dtypes = 1 if entries[0]["op"] == "fwd_fp32" else DTYPES
+    dtypes = 1 if entries[0]["op"].endswith("fp32") else DTYPES
     expected = {tile: dtypes * count for tile, count in masks.items()}
     assert Counter(kernel.tile for kernel in kernels) == expected
     split_kv = {kernel.tile for kernel in kernels if kernel.is_split_kv}
@@ -191,7 +192,7 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
         assert len(counts) == DTYPES * len(tiles)
         assert {count / len(codes) for count in counts.values()} <= {1, 2}
     else:
-        dtypes = {"Combine": DTYPES + 1, "Preprocess": DTYPES}.get(kind, 1)
+        dtypes = DTYPES + 1 if kind in ("Combine", "Preprocess") else 1
         assert len(found) == dtypes * len(codes)
 
 
@@ -205,7 +206,7 @@ def test_no_spills(
     code, op = target
     launched = set(map(tile_of, entries))
     if code in SMEM_LIMITS:
-        of_op = "bwd" if op == "large" else op
+        of_op = op.replace("large", "bwd")
         chosen = [{**e} for limit in SMEM_LIMITS[code] for e in ops.tiles_for(limit, of_op)]
         launched = {tile_of(entry) for entry in chosen if op_of(entry) == op}
     assert launched <= {kernel.tile for kernel in kernels}

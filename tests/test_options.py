@@ -21,6 +21,10 @@ ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 DIFFERENTIABLE = "learnable_sink", "bias"
 
 
+def has_bias_gradient(device, dtype):
+    return device == "cpu" or dtype != torch.float32
+
+
 def random_options(dice, batch, heads, len_q, len_k, dtype, device):
     """Some of everything that a dense call takes, (arguments of `forward`, of the reference)."""
 
@@ -35,7 +39,7 @@ def random_options(dice, batch, heads, len_q, len_k, dtype, device):
         given["softcap"] = dice.choice([1.0, 5, 30.0])
     if dice.random() < 0.4:
         given["alibi_slopes"] = draw(*dice.choice([(heads,), (batch, heads)])).abs() / 8
-    if dice.random() < 0.4:
+    if dice.random() < 0.4 and has_bias_gradient(device, dtype):
         sizes = [dice.choice([1, n]) for n in (batch, heads, len_q, len_k)]
         bias = draw(*sizes).to(dice.choice([dtype, torch.float32]))
         given["bias"] = bias.masked_fill(bias > 1.5, -math.inf)
@@ -133,6 +137,8 @@ def test_what_a_window_sees(device):
 )
 @SOME
 def test_bias_and_its_gradient(device, dtype, sizes):
+    if not has_bias_gradient(device, dtype):
+        pytest.skip("refused (test_autograd.py)")
     q, k, v = random_inputs(2, 4, 33, 16, heads_kv=2, len_k=40, dtype=dtype, device=device)
     bias = torch.randn(sizes).to(q)
     check_options(q, k, v, True, bias=bias)

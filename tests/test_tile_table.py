@@ -25,10 +25,11 @@ SM80, SM90 = entries_of("sm80", "fwd"), entries_of("sm90", "fwd")
 BWD_SM80 = entries_of("sm80", "bwd")
 BWD_SM90 = entries_of("sm90", "bwd") + entries_of("sm90", "dq")
 FP32 = entries_of("sm80", "fwd_fp32")
-OPS_SM80 = {"fwd": SM80, "fwd_fp32": FP32, "bwd": BWD_SM80}
+BWD_FP32 = entries_of("sm80", "bwd_fp32")
+OPS_SM80 = {"fwd": SM80, "fwd_fp32": FP32, "bwd": BWD_SM80, "bwd_fp32": BWD_FP32}
 #: Those that each op is built for, on sm80.
 HEAD_DIMS = {op: [*INFO["head_dims"], *INFO["large_head_dims"]] for op in OPS_SM80}
-HEAD_DIMS["fwd_fp32"] = INFO["fp32_head_dims"]
+HEAD_DIMS["fwd_fp32"] = HEAD_DIMS["bwd_fp32"] = INFO["fp32_head_dims"]
 
 
 def pair(entry: dict[str, Any]) -> tuple[int, int]:
@@ -51,7 +52,7 @@ def test_every_built_head_dim_has_entries() -> None:
         assert HEAD_DIMS[op] == sorted(set(HEAD_DIMS[op]))
         assert {entry["head_dim"] for entry in entries} == set(HEAD_DIMS[op]) != set()
         assert {entry["mask"] for entry in entries} == {"any"}
-    assert len([*SM80, *FP32, *SM90, *BWD_SM80, *BWD_SM90]) == len(INFO["tiles"])
+    assert sum(map(len, (*OPS_SM80.values(), SM90, BWD_SM90))) == len(INFO["tiles"])
     assert bool(SM90) == ("sm_90a" in INFO["archs"])
 
 

@@ -113,7 +113,8 @@ def generate(
                 sources.append(write_kernels(path, f"{arch}/{op}", lines))
     # Gradients of two groups of columns have the kernels of half the head dim.
     columns = sorted({d if d <= 512 else d // 2 for d in large})
-    for of_tile, (dtype, cpp_dtype) in itertools.product(columns, DTYPES.items()):
+    cases = [*itertools.product(columns, DTYPES.items()), *itertools.product(fp32, FP32.items())]
+    for of_tile, (dtype, cpp_dtype) in cases:
         line = (
             f"template void launch_bwd_sm80_large<{cpp_dtype}, {of_tile}>"
             "(const BwdPlan&, const BwdParams&, int, cudaStream_t);"

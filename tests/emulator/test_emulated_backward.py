@@ -20,7 +20,7 @@ from test_emulated_counts import BWD, LARGE_BWD
 
 from flash_cute import ops
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 MASKS = False, True
 BOTH_MASKS = pytest.mark.parametrize("is_causal", MASKS, ids=["full", "causal"])
 SMALL_SMEM = 101376  # of one CTA, in bytes: what sm_86 lends
@@ -47,7 +47,8 @@ def test_every_tile_of_sm80(sm80, name, is_causal):
     """Of ragged blocks, two of queries and two of keys."""
     tile, smem_limit = {**BWD, **LARGE_BWD}[name]
     len_q, len_k, head_dim = tile["block_m"] + 5, tile["block_n"] + 9, tile["head_dim"]
-    for dtype in (BF16, torch.float16) if head_dim == 64 else (BF16,):
+    dtypes = (BF16, torch.float16) if head_dim == 64 else (BF16,)
+    for dtype in (FP32,) if tile["op"] == "bwd_fp32" else dtypes:
         inputs = random_inputs(1, 2, len_q, head_dim, heads_kv=1, len_k=len_k, dtype=dtype)
         sm80.check_backward(*inputs, is_causal, smem_limit=smem_limit, has_dlse=True)
 
@@ -170,6 +171,21 @@ def test_order_of_sums(kernels, is_causal, smem_limit):
     assert all(all(map(torch.equal, first, other)) for other in in_order)
     assert all(all(map(torch.equal, first[1:], other[1:])) for other in in_any)
     assert not all(torch.equal(first[0], other[0]) for other in in_any)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_calls_of_fp32(sm80, seed):
+    inputs, call = random_call(seed, FP32)
+    if inputs[1].shape[2] > 0:
+        sm80.check_backward(*inputs, **call, has_dlse=True, seed=seed)
+
+
+@pytest.mark.parametrize("size", [1e-30, 6.0])
+@pytest.mark.parametrize("head_dim, len_k", [(64, 1024), (128, 1024), (256, 500)])
+def test_scores_of_fp32(sm80, head_dim, len_k, size):
+    """Sharp ones, in which errors do not average out."""
+    q, k, v = random_inputs(1, 1, 40, head_dim, len_k=len_k, dtype=FP32)
+    sm80.check_backward(q * size, k, v)
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -25,7 +25,10 @@ def name_of(tile):
 
 SM80 = {f"{name_of(t)}-{t['column_warps']}": (t, lim) for lim in LIMITS for t in ops.tiles_for(lim)}
 FP32 = {name_of(t): (t, lim) for lim in LIMITS for t in ops.tiles_for(lim, "fwd_fp32")}
-BWD_TILES = [(tile, limit) for limit in LIMITS for tile in ops.tiles_for(limit, "bwd")]
+BWD_OPS = "bwd", "bwd_fp32"
+BWD_TILES = [
+    (tile, limit) for limit in LIMITS for op in BWD_OPS for tile in ops.tiles_for(limit, op)
+]
 BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" not in t}
 LARGE_BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" in t}
 SM90 = {
@@ -164,18 +167,21 @@ def test_backward_of_large_head_dims(sm80, name):
     d, groups = tile["head_dim"], tile["head_dim"] // tile["columns"]
     rows, other_rows = tile["block_n"], tile["block_m"]  # of a tile; of a block
     n = other_rows  # queries, and keys
-    inputs = inputs_of(1, 1, n, d, len_k=n)
+    is_fp32 = tile["op"] == "bwd_fp32"
+    dtype = torch.float32 if is_fp32 else torch.bfloat16
+    inputs = map(poisoned, random_inputs(1, 1, n, d, len_k=n, dtype=dtype))
     counters = sm80.check_backward(*inputs, smem_limit=smem_limit)[1]
 
     assert counters.bank_conflicts() == 0
     # Gemms of S once for each gradient and group of columns, those of dP not for dV; one gemm for
-    # each gradient. In MMAs of 16 x 8 x 16.
-    assert counters.mma == (5 * groups + 3) * n * n * d // (16 * 8 * 16)
+    # each gradient. In MMAs of 16 x 8 x 16; in fp32 three times as many, of 16 x 8 x 8.
+    gemms = (5 * groups + 3) * (6 if is_fp32 else 1)
+    assert counters.mma == gemms * n * n * d // (16 * 8 * 16)
     assert counters.global_reductions == 0
     # Each chunk has a barrier, and so have the weights of a step, a tile's first chunk, and which
     # tile it is.
     steps = groups * (n // rows) * (n // other_rows)
-    chunks, of_sum = d // 64, other_rows // 16
+    chunks, of_sum = d // tile["chunk_columns"], other_rows // tile["chunk_rows"]
     barriers = 5 * steps * chunks + 3 * steps * (of_sum + 1)
     assert counters.cta_barriers == barriers + 3 * 2 * groups * (n // rows)
 

@@ -18,13 +18,15 @@
 
 namespace flash_cute {
 
-// Of a changed score by x: 0 to 1. In 16 bits: registers are short, and dS is rounded too.
-using Derivative = cutlass::half_t;
+// Of a changed score by x: 0 to 1. In 16 bits where dS is rounded too: registers are short.
+template <class Element>
+using Derivative = std::conditional_t<std::is_same_v<Element, float>, float, cutlass::half_t>;
 
 // Where nobody asks for derivatives.
 struct NoDerivatives {
   struct Ignored {
-    CUTE_DEVICE void operator=(Derivative) const {}
+    template <class T>
+    CUTE_DEVICE void operator=(T) const {}
   };
   CUTE_DEVICE Ignored operator()(int) const { return {}; }
 };
@@ -57,7 +59,7 @@ class ScoreMod {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) {
         scores(i) *= params_.scale.scale;
-        derivatives(i) = Derivative(1.f);
+        derivatives(i) = Derivative<Element>(1.f);
       }
     }
     if (changes.slopes.data) {
@@ -104,7 +106,7 @@ class ScoreMod {
       ratio = fmaf(square, ratio, 1.f) * params_.scale.scale;
       scores(i) = kHasSeries && fabsf(z) < 0.2f ? scores(i) * ratio
                                                 : fmaf(-2.f * changes.softcap, r, changes.softcap);
-      derivatives(i) = Derivative(4.f * fmaf(-r, r, r));  // fault: softcap-derivative
+      derivatives(i) = Derivative<Element>(4.f * fmaf(-r, r, r));  // fault: softcap-derivative
     }
   }
 

@@ -72,13 +72,15 @@ JsonObject as_json(const LargeBwdEntrySm80& entry, DType dtype) {
   const LargeBwdConfigSm80& config = entry.config;
   return JsonObject()
       .add("arch", "sm80")
-      .add("op", "bwd")
+      .add("op", dtype == DType::kFloat ? "bwd_fp32" : "bwd")
       .add("mask", "any")
       .add("head_dim", entry.head_dim)
       .add("head_dim_v", entry.head_dim)
-      .add("block_m", config.kBlockRows)
+      .add("block_m", config.block_rows)
       .add("block_n", config.kTileRows)
       .add("columns", config.columns)
+      .add("chunk_columns", config.chunk_columns)
+      .add("chunk_rows", config.chunk_rows)
       .add("warps", config.kThreads / 32)
       .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
       .add("stages", config.stages)
@@ -169,7 +171,8 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
 std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device) {
   const bool is_sm80 = plan.arch == Arch::kSm80;
   const bool is_large = plan.columns > 0;
-  JsonObject json = is_large  ? as_json(kLargeBwdTilesSm80[plan.tile], params.dtype)
+  const auto large_tiles = large_bwd_tiles_sm80(bytes_of(params.dtype));
+  JsonObject json = is_large  ? as_json(large_tiles[plan.tile], params.dtype)
                     : is_sm80 ? as_json(kBwdTilesSm80[plan.tile], params.dtype)
                               : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
   const int ctas_per_sm = is_sm80 && !is_large ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;

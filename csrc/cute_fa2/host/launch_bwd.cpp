@@ -41,6 +41,12 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   launch_preprocess(params, plan, device, stream);
   if (params.dsink) launch_sink_gradient(params, plan, device, stream);
   if (params.len_k == 0) return;  // that of a sink alone was asked for
+  if (params.dtype == DType::kFloat) {
+    head_dim_switch<kBuiltFp32HeadDims>(plan.columns, [&](auto columns) {
+      launch_bwd_sm80_large<DType::kFloat, columns()>(plan, params, device, stream);
+    });
+    return;
+  }
   head_dim_switch<kBuiltBwdColumns>(plan.columns, [&](auto columns) {
     half_dtype_switch(params.dtype, [&](auto dtype) {
       launch_bwd_sm80_large<dtype(), columns()>(plan, params, device, stream);

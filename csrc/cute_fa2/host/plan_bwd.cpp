@@ -153,19 +153,24 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
   plan.workspace_bytes = count.bytes();
 }
 
-// Head dims that have kernels of their own (sm80/bwd/large/): a CTA has a group of columns of one
+// Calls that have kernels of their own (sm80/bwd/large/): a CTA has a group of columns of one
 // gradient.
+bool is_large(const BwdParams& params, int head_dim) {
+  return head_dim > kLargeAbove || params.dtype == DType::kFloat;
+}
+
 void plan_large(BwdPlan& plan, const BwdParams& params, int smem_limit,
                 const DeviceProperties& device) {
   if (params.dbias.data) {
-    refuse("bias requires a gradient and the head dim is above " + std::to_string(kLargeAbove) +
-           ": there it has none");
+    const std::string of_head_dim = "the head dim is above " + std::to_string(kLargeAbove);
+    refuse("bias requires a gradient and " +
+           (params.dtype == DType::kFloat ? "q is float32" : of_head_dim) + ": there it has none");
   }
   plan.tile = select_bwd_sm80_large(plan.head_dim, smem_limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, smem_limit);
-  const LargeBwdConfigSm80& config = kLargeBwdTilesSm80[plan.tile].config;
+  const LargeBwdConfigSm80& config = large_bwd_tiles_sm80(bytes_of(params.dtype))[plan.tile].config;
   plan.columns = config.columns;
-  plan.block_m = config.kBlockRows;
+  plan.block_m = config.block_rows;
   plan.block_n = config.kTileRows;
   count_blocks(plan, params);
   plan.dq_by = DqBy::kOwnKernel;
@@ -183,7 +188,7 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
-  if (plan.head_dim > kLargeAbove) {
+  if (is_large(params, plan.head_dim)) {
     plan_large(plan, params, limit, device);
     finish(plan, params, overrides, device);
     return plan;
@@ -204,6 +209,7 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
 std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
                          const DeviceProperties& device) {
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
+  if (p.dtype == DType::kFloat) return "fp32 has kernels of sm80 alone";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";
@@ -285,7 +291,6 @@ BwdOverrides parse_bwd_overrides(const std::string& text) {
 
 BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
                  const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
-  if (params.dtype == DType::kFloat) refuse("the kernels have no gradient of fp32");
   std::string why_not_sm90;
   if (overrides.arch != 80) {
     BwdPlan plan = plan_sm90(params, overrides, device, encode_tensor_maps);

@@ -7,7 +7,7 @@ namespace flash_cute {
 
 void launch_preprocess(const BwdParams& params, const BwdPlan& plan, int device,
                        cudaStream_t stream) {
-  half_dtype_switch(params.dtype, [&](auto dtype) {
+  dtype_switch(params.dtype, [&](auto dtype) {
     using Kernel = PreprocessKernel<dtype()>;
     run_grid<Kernel>(
         typename Kernel::Arguments(params, plan),

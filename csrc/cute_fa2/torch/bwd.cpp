@@ -67,7 +67,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   const int32_t dtype = dtype_of(q);
   const bool is_packed = Sequences::is_packed(cu_seqlens_q, cu_seqlens_k);
   check_inputs(q, k, v, dtype, device, is_packed, softmax_scale);
-  STD_TORCH_CHECK(dtype_from(dtype) != DType::kFloat, "float32 has no gradients on GPUs");
   check_results(q, v, out, softmax_lse, dout, dlse, dtype, device);
   const CurrentStream stream(device);
 

@@ -196,7 +196,7 @@ class BwdMainloop {
     gemm_of_rows<TiledMmaS>(sQ(stage), sK(), tSrS);
     const int row0 = block.m_block * kBlockM;
     if constexpr (kMask == MaskKind::kScored) {
-      auto derivatives = make_fragment_like<Derivative>(tSrS);
+      auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
       change_scores(block, tSrS, derivatives);
       to_weights(row0, stage, tSrS);
       store_shared(tSrS, sP());

@@ -24,9 +24,7 @@ struct Fp32FwdTraits {
   static constexpr bool kIsChunked = false;
   static constexpr int kStages = 1;
   static constexpr bool kSharesRows = false;
-  // Columns of a strip of shared memory: 128 bytes. The swizzle permutes the 16-byte chunks of 8
-  // neighbouring rows, as in layouts.h.
-  static constexpr int kStrip = 32;
+  static constexpr int kStrip = 32;  // columns of a strip of shared memory: 128 bytes
   static_assert(!kConfig.pipelined_qk && !kConfig.is_chunked() && kConfig.column_warps == 1);
   static_assert(kBlockM % (16 * kConfig.row_warps) == 0 && kBlockN % 16 == 0);
   static_assert(kHeadDim % kStrip == 0 && kHeadDimV % kStrip == 0);
@@ -40,21 +38,13 @@ struct Fp32FwdTraits {
 
   using TiledMma = TiledMmaOf<Element, kConfig.row_warps, 1>;  // of m16n8k8
 
-  using SmemAtom = decltype(cute::composition(
-      cute::Swizzle<3, 2, 3>{}, cute::Layout<cute::Shape<cute::_8, cute::Int<kStrip>>,
-                                             cute::Stride<cute::Int<kStrip>, cute::_1>>{}));
-  using SmemLayoutQ = decltype(cute::tile_to_shape(SmemAtom{}, ShapeQ{}));
-  using SmemLayoutK = decltype(cute::tile_to_shape(SmemAtom{}, ShapeK{}));
-  using SmemLayoutV = decltype(cute::tile_to_shape(SmemAtom{}, ShapeV{}));
-  using SmemLayoutO = decltype(cute::tile_to_shape(SmemAtom{}, ShapeO{}));
+  using SmemLayoutQ = SmemLayoutFp32<ShapeQ>;
+  using SmemLayoutK = SmemLayoutFp32<ShapeK>;
+  using SmemLayoutV = SmemLayoutFp32<ShapeV>;
+  using SmemLayoutO = SmemLayoutFp32<ShapeO>;
   // The same V seen as (kHeadDimV, kBlockN), the B operand of O += P V. Of 8 neighbouring keys the
   // even ones come first, as P's columns do (as_tf32_operand).
-  using SmemLayoutVt = decltype(cute::composition(
-      SmemLayoutV{},
-      cute::Layout<
-          cute::Shape<cute::Int<kHeadDimV>,
-                      cute::Shape<cute::_4, cute::_2, cute::Int<kBlockN / 8>>>,
-          cute::Stride<cute::Int<kBlockN>, cute::Stride<cute::_2, cute::_1, cute::_8>>>{}));
+  using SmemLayoutVt = SmemLayoutTransposedFp32<ShapeV>;
 
   struct SharedMemory {
     union {

@@ -1,8 +1,6 @@
-// From a plan to the running kernels of an SM80 backward above head dim 256. Included by the
-// generated instantiation files alone.
+// From a plan to the running kernels of an SM80 backward above head dim 256, or in fp32. Included
+// by the generated instantiation files alone.
 #pragma once
-
-#include <iterator>
 
 #include "common/grid.h"
 #include "host/launch_bwd.h"
@@ -43,8 +41,9 @@ void launch_bwd_large(const BwdPlan& plan, BwdParams params, int device, cudaStr
 template <DType kDType, int kColumns>
 void launch_bwd_sm80_large(const BwdPlan& plan, const BwdParams& params, int device,
                            cudaStream_t stream) {
-  index_switch<std::size(kLargeBwdTilesSm80)>(plan.tile, [&](auto index) {
-    constexpr LargeBwdConfigSm80 kConfig = kLargeBwdTilesSm80[index()].config;
+  constexpr auto kTiles = large_bwd_tiles_sm80(bytes_of(kDType));
+  index_switch<kTiles.size()>(plan.tile, [&](auto index) {
+    constexpr LargeBwdConfigSm80 kConfig = large_bwd_tiles_sm80(bytes_of(kDType))[index()].config;
     if constexpr (kConfig.columns == kColumns) {
       sm80::launch_bwd_large<sm80::LargeBwdTraits<kDType, kConfig>>(plan, params, device, stream);
     }

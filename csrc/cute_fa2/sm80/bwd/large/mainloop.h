@@ -1,6 +1,6 @@
-// The SM80 main loop of the backward above head dim 256, of one gradient. A tile of its rows walks
-// over the blocks of rows of the other side: of dQ the keys that its query rows see, of dK and dV
-// the query rows that see its keys, in each query head of the group.
+// The SM80 main loop of the backward above head dim 256, or in fp32, of one gradient. A tile of its
+// rows walks over the blocks of rows of the other side: of dQ the keys that its query rows see, of
+// dK and dV the query rows that see its keys, in each query head of the group.
 //
 //   dQ  +=  dS   K     dS   = P   * (dP   - delta)     S   = Q K^T     dP   = dO V^T
 //   dK  +=  dS^T Q     dS^T = P^T * (dP^T - delta)     S^T = K Q^T     dP^T = V dO^T
@@ -26,6 +26,7 @@
 #include "sm80/fragment.h"
 #include "sm80/gemm.h"
 #include "sm80/layouts.h"
+#include "sm80/tf32.h"
 
 namespace flash_cute::sm80 {
 
@@ -214,7 +215,7 @@ class LargeBwdMainloop {
 
   template <class Shape>
   static CUTE_DEVICE auto tile(Element* data) {
-    return make_tensor(cute::make_smem_ptr(data), SmemLayout<Shape>{});
+    return make_tensor(cute::make_smem_ptr(data), typename Traits::template SmemLayout<Shape>{});
   }
 
   // -- a block -----------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ class LargeBwdMainloop {
     auto tSrS = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, kBlockRows / 32)
     gemm_chunks(score_chunks(), tSrS);
     if constexpr (kHasDs) {
-      auto derivatives = make_fragment_like<Derivative>(tSrS);
+      auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
       change_scores(block, tSrS, derivatives);
       to_weights(block, tSrS);
       multiply(derivatives, tSrS);
@@ -245,13 +246,11 @@ class LargeBwdMainloop {
     CUTE_NO_UNROLL
     for (int i = 0; i < kSummedChunks; ++i) {
       auto sSummedT = make_tensor(make_smem_ptr(chunk()),  // (kColumns, kChunkRows)
-                                  SmemLayoutTransposed<ShapeSummed>{});
-      smem_gemm<typename Traits::template LoadA<TiledMmaGradient>,
-                typename Traits::LoadTransposedB>(
-          TiledMmaGradient{}, platform::rematerialize(thread_, i),
+                                  typename Traits::SmemLayoutSummedT{});
+      multiply_chunk<typename Traits::LoadTransposedB>(
+          TiledMmaGradient{}, i,
           local_tile(sWeights, typename Traits::ShapeWeights{}, make_coord(_0{}, i)), sSummedT,
-          gradient, [&] { midway(); });
-      next_chunk();
+          gradient);
     }
   }
 
@@ -261,11 +260,25 @@ class LargeBwdMainloop {
     clear(rC);
     CUTE_NO_UNROLL
     for (int i = 0; i < count; ++i) {
-      smem_gemm<typename Traits::template LoadA<TiledMmaS>, typename Traits::LoadB>(
-          TiledMmaS{}, platform::rematerialize(thread_, i), tile<ShapeTile>(chunk()),
-          tile<ShapeBlock>(chunk() + cute::size(ShapeTile{})), rC, [&] { midway(); });
-      next_chunk();
+      multiply_chunk<typename Traits::LoadB>(TiledMmaS{}, i, tile<ShapeTile>(chunk()),
+                                             tile<ShapeBlock>(chunk() + cute::size(ShapeTile{})),
+                                             rC);
     }
+  }
+
+  // C += A B^T, both in this chunk or A in shared memory.
+  template <class LoadB, class TiledMma, class A, class B, class C>
+  CUTE_DEVICE void multiply_chunk(TiledMma mma, int index, const A& sA, const B& sB, C& rC) {
+    using LoadA = typename Traits::template LoadA<TiledMma>;
+    const unsigned thread = platform::rematerialize(thread_, index);
+    const auto midway = [&] { this->midway(); };
+    if constexpr (Traits::kIsFp32) {
+      constexpr int kSteps = cute::min(4, decltype(cute::size<1>(sB))::value / 8);
+      staged_smem_gemm<LoadA, LoadB, kSteps, 1>(mma, thread, sA, sB, rC, midway);
+    } else {
+      smem_gemm<LoadA, LoadB>(mma, thread, sA, sB, rC, midway);
+    }
+    next_chunk();
   }
 
   // -- scores ------------------------------------------------------------------------------------
@@ -368,7 +381,9 @@ class LargeBwdMainloop {
     using Store = typename Traits::StoreWeights;
     auto elements = convert<Element>(tSrS);  // as tSrS
     auto store = Store{}.get_slice(platform::rematerialize(thread_));
-    copy(Store{}, store.retile_S(elements), store.partition_D(tile<ShapeS>(smem_.weights)));
+    auto sWeights =
+        make_tensor(cute::make_smem_ptr(smem_.weights), typename Traits::SmemLayoutStored{});
+    copy(Store{}, store.retile_S(elements), store.partition_D(sWeights));
   }
 
   const BwdParams& params_;

@@ -181,7 +181,7 @@ class DqMainloop {
     using namespace cute;
     auto weights = as_matrix(tSrS);
     auto derivatives =
-        make_fragment_like<Derivative>(tSrS);  // MaskKind::kScored: of the changed scores by S
+        make_fragment_like<Derivative<Element>>(tSrS);  // MaskKind::kScored: of the changed scores by S
     if constexpr (kMask == MaskKind::kScored) {
       const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
       const ScoreMod<Element, false> score_mod(params_, sequence_, tile_.batch);
