@@ -34,8 +34,8 @@ struct SplitFragments {
   }
 };
 
-// One k8 step: large + small (4, MMA_M, kCount) += a (4, MMA_M) b^T (2, kCount). The small products
-// have a sum of their own: each that is added to the large ones costs some of their last bit.
+// One k8 step: large + small (4, MMA_M, kCount) += a (4, MMA_M) b^T (2, kCount). `small` is better
+// another sum: each small product that is added to the large ones costs some of their last bit.
 template <class TiledMma, int kMmaM, int kCount, class C>
 CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
                              const SplitFragments<2, kCount>& b, C& large, C& small) {
@@ -58,9 +58,10 @@ CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
 // bias. So kSteps k8 steps are summed from zero, 16 kPairs columns after the other, and fp32 adds
 // that to C. A product waits for the one before in its sum, so there are some sums. Likewise kSteps
 // of A are split together: all would be too many for the registers. `copy_a(k)` brings A's
-// fragments. `midway()` is called once, ahead of the first product.
-template <class LoadB, int kSteps, int kPairs, class TiledMma, class A, class CopyA, class SmemB,
-          class C, class Midway = DoNothing>
+// fragments. `midway()` is called once, ahead of the first product. kHasRoom: there are registers
+// for a sum of the small products.
+template <class LoadB, int kSteps, int kPairs, bool kHasRoom, class TiledMma, class A, class CopyA,
+          class SmemB, class C, class Midway = DoNothing>
 CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a,
                              const SmemB& sB, C& rC, const Midway& midway = {}) {
   using namespace cute;
@@ -87,22 +88,23 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
     for (int i = 0; i < kSums; ++i) {
       auto sum =  // (4, MMA_M, kColumns)
           make_tensor<float>(Shape<Shape<_2, _2>, Int<kMmaM>, Int<kColumns>>{});
-      auto small = make_fragment_like(sum);
+      auto of_small = make_fragment_like(sum);
       clear(sum);
-      clear(small);
+      clear(of_small);
       CUTE_UNROLL
       for (int k = 0; k < kSteps; ++k) {
         const int next = i * kSteps + k + 1;
         if (next < kSums * kSteps) copy_pairs(next / kSteps, first + next % kSteps);
         const SplitFragments<2, kColumns> of_b(rB(_, _, first + k), kColumns * i);
-        gemm_3xtf32(mma, of_a[k], of_b, sum, small);
+        gemm_3xtf32(mma, of_a[k], of_b, sum, kHasRoom ? of_small : sum);
       }
       CUTE_UNROLL
       for (int m = 0; m < kMmaM; ++m) {
         CUTE_UNROLL
         for (int n = 0; n < kColumns; ++n) {
           CUTE_UNROLL
-          for (int j = 0; j < 4; ++j) rC(j, m, kColumns * i + n) += sum(j, m, n) + small(j, m, n);
+          for (int j = 0; j < 4; ++j)
+            rC(j, m, kColumns * i + n) += sum(j, m, n) + of_small(j, m, n);
         }
       }
     }
@@ -120,7 +122,7 @@ CUTE_DEVICE void staged_smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA
   auto from_a = load_a.partition_S(sA);  // (ldmatrix, MMA_M, K / 8)
   auto to_a = load_a.retile_D(rA);       // as from_a
   auto copy_a = [&](int k) { copy(LoadA{}, from_a(_, _, k), to_a(_, _, k)); };
-  staged_gemm<LoadB, kSteps, kPairs>(mma, thread, rA, copy_a, sB, rC, midway);
+  staged_gemm<LoadB, kSteps, kPairs, true>(mma, thread, rA, copy_a, sB, rC, midway);
 }
 
 // ((2 columns, 2 rows), MMA_M, N / 8) -> ((2 rows, 2 columns), MMA_M, N / 8): an accumulator as the
