@@ -66,10 +66,6 @@ inline float round_to_tf32(float x) {
   return x - x == 0 ? std::bit_cast<float>((bits + 0x1000u) & ~0x1fffu) : x;
 }
 
-inline float rounded_operand(float x) {
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(x) + 0x1000u);
-}
-
 inline void schedule_fence(int changing) {
   emulator::require(changing >= 0, "keeps instructions in order by a negative number");
 }

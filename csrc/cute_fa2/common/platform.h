@@ -151,9 +151,6 @@ CUTE_DEVICE float round_to_tf32(float x) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return __uint_as_float(y);
 }
-// For an operand, of which the tensor cores leave out the last bits: then that is x rounded. A NaN
-// may become another number.
-CUTE_DEVICE float rounded_operand(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000); }
 
 }  // namespace flash_cute::platform
 

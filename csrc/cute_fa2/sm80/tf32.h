@@ -1,6 +1,6 @@
 // Products of fp32 on tensor cores, which multiply TF32: numbers with 10 bits behind the point. x
-// is hi + lo, each rounded to TF32: lo is what is missing in hi. Of the four products of two such
-// sums, lo x lo is too small to count.
+// is hi + lo, hi rounded to TF32, and lo what is missing, of which the tensor cores leave out all
+// but the first 10 bits. Of the four products of two such sums, lo x lo is too small to count.
 #pragma once
 
 #include <cute/algorithm/gemm.hpp>
@@ -28,19 +28,19 @@ struct SplitFragments {
       CUTE_UNROLL
       for (int i = 0; i < kValues; ++i) {
         hi(i, n) = platform::round_to_tf32(x(i, first + n));
-        lo(i, n) = platform::rounded_operand(x(i, first + n) - hi(i, n));
+        lo(i, n) = x(i, first + n) - hi(i, n);
       }
     }
   }
 };
 
-// One k8 step: large + small (4, MMA_M, kCount) += a (4, MMA_M) b^T (2, kCount). `small` is better
-// another sum: each small product that is added to the large ones costs some of their last bit.
+// One k8 step: rC (4, MMA_M, kCount) += a (4, MMA_M) b^T (2, kCount). The small products come
+// first. Those that wait for each other stand apart.
 template <class TiledMma, int kMmaM, int kCount, class C>
 CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
-                             const SplitFragments<2, kCount>& b, C& large, C& small) {
+                             const SplitFragments<2, kCount>& b, C& rC) {
   using namespace cute;
-  const auto add = [&](const auto& of_a, const auto& of_b, C& rC) {
+  const auto add = [&](const auto& of_a, const auto& of_b) {
     CUTE_UNROLL
     for (int m = 0; m < kMmaM; ++m) {
       CUTE_UNROLL
@@ -49,19 +49,18 @@ CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
       }
     }
   };
-  add(a.lo, b.hi, small);  // fault: tf32-lo
-  add(a.hi, b.hi, large);
-  add(a.hi, b.lo, small);
+  add(a.lo, b.hi);  // fault: tf32-lo
+  add(a.hi, b.lo);
+  add(a.hi, b.hi);
 }
 
 // C += A B^T in fp32, with B from shared memory. The tensor cores truncate each sum, which is a
 // bias. So kSteps k8 steps are summed from zero, 16 kPairs columns after the other, and fp32 adds
 // that to C. A product waits for the one before in its sum, so there are some sums. Likewise kSteps
 // of A are split together: all would be too many for the registers. `copy_a(k)` brings A's
-// fragments. `midway()` is called once, ahead of the first product. kHasRoom: there are registers
-// for a sum of the small products.
-template <class LoadB, int kSteps, int kPairs, bool kHasRoom, class TiledMma, class A, class CopyA,
-          class SmemB, class C, class Midway = DoNothing>
+// fragments. `midway()` is called once, ahead of the first product.
+template <class LoadB, int kSteps, int kPairs, class TiledMma, class A, class CopyA, class SmemB,
+          class C, class Midway = DoNothing>
 CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a,
                              const SmemB& sB, C& rC, const Midway& midway = {}) {
   using namespace cute;
@@ -88,23 +87,20 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
     for (int i = 0; i < kSums; ++i) {
       auto sum =  // (4, MMA_M, kColumns)
           make_tensor<float>(Shape<Shape<_2, _2>, Int<kMmaM>, Int<kColumns>>{});
-      auto of_small = make_fragment_like(sum);
       clear(sum);
-      clear(of_small);
       CUTE_UNROLL
       for (int k = 0; k < kSteps; ++k) {
         const int next = i * kSteps + k + 1;
         if (next < kSums * kSteps) copy_pairs(next / kSteps, first + next % kSteps);
         const SplitFragments<2, kColumns> of_b(rB(_, _, first + k), kColumns * i);
-        gemm_3xtf32(mma, of_a[k], of_b, sum, kHasRoom ? of_small : sum);
+        gemm_3xtf32(mma, of_a[k], of_b, sum);
       }
       CUTE_UNROLL
       for (int m = 0; m < kMmaM; ++m) {
         CUTE_UNROLL
         for (int n = 0; n < kColumns; ++n) {
           CUTE_UNROLL
-          for (int j = 0; j < 4; ++j)
-            rC(j, m, kColumns * i + n) += sum(j, m, n) + of_small(j, m, n);
+          for (int j = 0; j < 4; ++j) rC(j, m, kColumns * i + n) += sum(j, m, n);
         }
       }
     }
@@ -122,7 +118,7 @@ CUTE_DEVICE void staged_smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA
   auto from_a = load_a.partition_S(sA);  // (ldmatrix, MMA_M, K / 8)
   auto to_a = load_a.retile_D(rA);       // as from_a
   auto copy_a = [&](int k) { copy(LoadA{}, from_a(_, _, k), to_a(_, _, k)); };
-  staged_gemm<LoadB, kSteps, kPairs, true>(mma, thread, rA, copy_a, sB, rC, midway);
+  staged_gemm<LoadB, kSteps, kPairs>(mma, thread, rA, copy_a, sB, rC, midway);
 }
 
 // ((2 columns, 2 rows), MMA_M, N / 8) -> ((2 rows, 2 columns), MMA_M, N / 8): an accumulator as the

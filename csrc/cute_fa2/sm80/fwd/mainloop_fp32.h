@@ -21,7 +21,6 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   // What is summed from zero (staged_gemm): so many k8 steps, and so many columns by 16.
   static constexpr int kSteps = 4;
   static constexpr int kPairs = 2 / kMmaM;
-  static constexpr bool kHasRoom = Traits::kHeadDim <= 128;  // for a sum of the small products
 
  public:
   using Base::Base;
@@ -97,7 +96,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tXsQ = load_q.partition_S(sQ());  // (ldmatrix, MMA_M, D / 8)
     auto tXrQ = load_q.retile_D(tSrQ);     // as tXsQ
     clear(tSrS);
-    staged_gemm<LoadK, kSteps, cute::min(kPairs, kBlockN / 16), kHasRoom>(
+    staged_gemm<LoadK, kSteps, cute::min(kPairs, kBlockN / 16)>(
         TiledMma{}, thread, tSrQ, [&](int k) { copy(LoadQ{}, tXsQ(_, _, k), tXrQ(_, _, k)); },
         sK(n_block), tSrS);
   }
@@ -106,7 +105,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   template <class P, class Out>
   CUTE_DEVICE void gemm_pv(unsigned thread, int n_block, P& tSrP, Out& tOrO) const {
     const auto tOrP = as_tf32_operand(tSrP);  // (4, MMA_M, N / 8)
-    staged_gemm<LoadVt, cute::min(kSteps, kBlockN / 8), kPairs, kHasRoom>(
+    staged_gemm<LoadVt, cute::min(kSteps, kBlockN / 8), kPairs>(
         TiledMma{}, thread, tOrP, [](int) {}, sVt(n_block), tOrO);
   }
 };
