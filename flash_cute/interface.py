@@ -106,7 +106,7 @@ def forward(
             runs `arch`.
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
-            of `arch` were not built, or cannot read these tensors or take this scale.
+            of `arch` were not built, or cannot read these tensors or take this dtype or scale.
         NotImplementedError: an input carries a forward-mode tangent, or bias requires a gradient
             on a GPU in fp32, or D or Dv is above 256. Taking a second derivative raises it, too.
 

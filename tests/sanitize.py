@@ -50,6 +50,7 @@ def main() -> None:
     for (head_dim, head_dim_v), shape, dtype in [
         *itertools.product([*head_dims, (72, 72), (100, 100), *HEAD_DIM_PAIRS], SHAPES, DTYPES),
         *itertools.product(head_dims, LARGE_SHAPES, DTYPES[1:]),
+        *itertools.product([(64, 64), (128, 128), (256, 256), (100, 40)], SHAPES, [torch.float32]),
     ]:
         heads, heads_kv, len_q, len_k, is_causal = shape
         q = torch.randn(1, heads, len_q, head_dim).to("cuda", dtype)
@@ -61,6 +62,8 @@ def main() -> None:
         assert_close(sm80(tuning="arch=80"), sm80(tuning=SMALL_SHARED_MEMORY))
         if len_k > 128:  # more than one block
             assert_close(sm80(tuning="splits=2"), sm80(tuning="splits=1"))
+        if dtype == torch.float32:  # sm80's forward alone
+            continue
         if has_sm90 and (knows_out or head_dim_v % 8 == 0):  # else `out` is copied, so read
             sm90 = functools.partial(call, softmax_scale=0.1)
             assert_close(sm90(tuning="arch=90"), sm90(tuning="arch=80"), knows_out)

@@ -373,8 +373,8 @@ def test_the_first_call_of_a_thread(arch):
     "change, message",
     [
         (lambda q, k, v: (q[0], k, v), "4 dimensions"),
-        (lambda q, k, v: (q.float(), k.float(), v.float()), "float16 or all bfloat16"),
-        (lambda q, k, v: (q, k.half(), v), "float16 or all bfloat16"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), "bfloat16 or all float32"),
+        (lambda q, k, v: (q, k.half(), v), "bfloat16 or all float32"),
         (lambda q, k, v: (q, k, v[:, :, 1:]), "same heads and length"),
         (lambda q, k, v: (q, k[..., :32], v), "same head dim"),
         (lambda q, k, v: (q, k, v[..., :0]), "v's head dim must be 1 to 1024"),

@@ -372,7 +372,7 @@ def test_keys_beyond_2_to_the_31_elements():
     "change, message",
     [
         ({"k": lambda x: x[..., :8]}, "same head dim"),
-        ({"v": lambda x: x.half()}, "q, k and v must be all float16 or all bfloat16"),
+        ({"v": lambda x: x.half()}, "q, k and v must be all float16, all bfloat16 or all float32"),
         ({"k": lambda x: x.cpu()}, "q, k and v must be on the same CUDA device"),
         ({"out": lambda x: x[:, :, 1:]}, "out must have q's shape"),
         ({"v": lambda x: x[..., :32]}, "out must have q's shape with v's head dim"),
