@@ -62,9 +62,8 @@ def main() -> None:
         assert_close(sm80(tuning="arch=80"), sm80(tuning=SMALL_SHARED_MEMORY))
         if len_k > 128:  # more than one block
             assert_close(sm80(tuning="splits=2"), sm80(tuning="splits=1"))
-        if dtype == torch.float32:  # sm80's forward alone
-            continue
-        if has_sm90 and (knows_out or head_dim_v % 8 == 0):  # else `out` is copied, so read
+        has_sm90_too = has_sm90 and dtype != torch.float32
+        if has_sm90_too and (knows_out or head_dim_v % 8 == 0):  # else `out` is copied, so read
             sm90 = functools.partial(call, softmax_scale=0.1)
             assert_close(sm90(tuning="arch=90"), sm90(tuning="arch=80"), knows_out)
             if len_k > 128:

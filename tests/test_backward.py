@@ -55,7 +55,7 @@ def test_head_dims_of_v(device, dtype, head_dim, head_dim_v, is_causal):
 @ALL
 def test_large_head_dims(device, dtype, is_causal):
     if not serves_large_head_dims(device, dtype):
-        pytest.skip("refused (test_contract.py)")
+        pytest.skip("refused (test_compile.py)")
     for head_dim, head_dim_v in ((257, 257), (500, 64), (1024, 1024), (64, 320)):
         sizes = {"heads_kv": 2, "len_k": 193, "head_dim_v": head_dim_v}
         inputs = random_inputs(1, 4, 165, head_dim, **sizes, dtype=dtype, device=device)

@@ -14,7 +14,7 @@ from pathlib import Path
 LARGE_HEAD_DIMS = (384, 512, 768, 1024)
 ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256, *LARGE_HEAD_DIMS)
 DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
-#: Of the forward on sm80 in fp32, which has fewer: each serves the others up to it.
+#: Of sm80 in fp32, which has fewer: each serves the others up to it.
 FP32_HEAD_DIMS = (64, 128, 256)
 FP32 = {"fp32": "DType::kFloat"}
 

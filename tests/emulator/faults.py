@@ -93,7 +93,7 @@ PACKED = [
     Fault("sink-lse", "return of_keys;", WRONG),
     Fault("sink-split", "lse = sink.join(sink.join(lse));", WRONG),
     Fault("sink-gradient", "sum += stats.delta;", WRONG),
-    Fault("softcap-derivative", "derivatives(i) = Derivative(1.f);", WRONG),
+    Fault("softcap-derivative", "derivatives(i) = Derivative<Element>(1.f);", WRONG),
 ]
 PACKED_SM90 = [
     Fault("ragged-end", "= sequence.first_k + sequence.len_k + 1", WRONG),

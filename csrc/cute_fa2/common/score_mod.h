@@ -90,12 +90,13 @@ class ScoreMod {
 
   // tanh(z) = 1 - 2 r and its derivative 4 r (1 - r), with r = 1 / (1 + e^(2 z)), which never
   // overflows. Its error is 2^-23 of softcap. Near 0 the series of tanh is more exact, to z^9 / 46.
-  // The backward, whose weights have 16 bits, goes without: it would spill. So would tiles with
-  // more than 64 scores a thread.
+  // A backward whose weights have 16 bits goes without: it would spill. So would tiles with more
+  // than 64 scores a thread.
   template <class Scores, class Derivatives>
   CUTE_DEVICE void cap(Scores& scores, Derivatives&& derivatives) const {
-    constexpr bool kHasSeries = kHasRoom && decltype(cute::size(scores))::value <= 64 &&
-                                std::is_same_v<std::remove_cvref_t<Derivatives>, NoDerivatives>;
+    constexpr bool kIsExact = std::is_same_v<std::remove_cvref_t<Derivatives>, NoDerivatives> ||
+                              std::is_same_v<Element, float>;
+    constexpr bool kHasSeries = kHasRoom && decltype(cute::size(scores))::value <= 64 && kIsExact;
     const ScoreChanges& changes = params_.changes;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {

@@ -1,4 +1,5 @@
-// A CTA of the SM80 backward above head dim 256: a tile of one gradient from beginning to end.
+// A CTA of the SM80 backward above head dim 256, or in fp32: a tile of one gradient from beginning
+// to end.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -46,7 +47,7 @@ struct LargeBwdKernel {
     }
     platform::sync_cta();  // the tile is there
 
-    // (4, MMA_M, kColumns / 64)
+    // (4, MMA_M, MMA_N)
     auto gradient = cute::partition_fragment_C(typename Traits::TiledMmaGradient{},
                                                typename Traits::ShapeGradient{});
     LargeBwdMainloop<Traits, kOf>(params, smem).run(gradient);

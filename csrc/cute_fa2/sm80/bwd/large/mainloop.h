@@ -57,7 +57,7 @@ class LargeBwdMainloop {
   CUTE_DEVICE LargeBwdMainloop(const BwdParams& params, SharedMemory& smem)
       : params_(params), smem_(smem), thread_(platform::thread_index()) {}
 
-  // Leaves the sum in `gradient` (4, MMA_M, kColumns / 64).
+  // Leaves the sum in `gradient` (4, MMA_M, MMA_N).
   template <class Accumulator>
   CUTE_DEVICE void run(Accumulator& gradient) {
     cute::clear(gradient);
