@@ -188,13 +188,6 @@ def test_scores_of_fp32(sm80, head_dim, len_k, size):
     sm80.check_backward(q * size, k, v)
 
 
-@pytest.mark.parametrize("softcap", [1.0, 50.0])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_softcap_of_fp32(sm80, head_dim, softcap):
-    inputs = random_inputs(1, 2, 100, head_dim, heads_kv=1, len_k=130, dtype=FP32)
-    sm80.check_backward(*inputs, True, softcap=softcap, has_dlse=True)
-
-
 @pytest.mark.parametrize("seed", range(25))
 def test_random_calls(kernels, seed):
     inputs, call = random_call(seed, BF16, large=kernels.arch == 80 and seed % 4 == 3)

@@ -64,6 +64,15 @@ def test_fp32(library, name):
         call.check_backward(Emulator(library, 80))
 
 
+@pytest.mark.parametrize("softcap", [1.0, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_of_fp32(library, head_dim, softcap):
+    changes = {"softcap": softcap, "slopes": "h"}
+    call = Call([(100, 130)], head_dim=head_dim, window=(-1, 0), dtype=FP32, **changes)
+    call.check(Emulator(library, 80))
+    call.check_backward(Emulator(library, 80))
+
+
 @pytest.mark.parametrize("smem_limit", [0, 101376])
 @pytest.mark.parametrize("head_dim", [320, 512, 1024])
 def test_large_head_dims(library, head_dim, smem_limit):
