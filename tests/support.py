@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import ops, tolerance
+from flash_cute import checks, ops, tolerance
 
 _GPU = pytest.mark.gpu
 _OTHER = (_GPU, pytest.mark.other_kernels)
@@ -63,7 +63,7 @@ LARGE_HEAD_DIM_PAIRS = [(576, 512), (64, 512), (512, 64), (320, 1000), (1024, 8)
 
 
 def serves_large_head_dims(device: str, dtype: torch.dtype) -> bool:
-    return device == "cpu" or dtype != torch.float32
+    return checks.max_head_dim(device, dtype) > 256
 
 
 #: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.
