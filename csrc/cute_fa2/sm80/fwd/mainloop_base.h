@@ -1,4 +1,4 @@
-// What the two SM80 main loops share: their tile, its place in shared memory, loads and masks.
+// What the SM80 main loops share: their tile, its place in shared memory, loads and masks.
 #pragma once
 
 #include <cute/tensor.hpp>
