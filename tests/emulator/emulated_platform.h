@@ -33,6 +33,8 @@ inline int warp_uniform(int value) {
   return value;
 }
 
+inline int uniform_in_first_lane(int value) { return value; }
+
 inline bool any_in_warp(bool predicate) { return emulator::ballot(predicate) != 0; }
 
 inline void reduce_add(float* sum, float x) { emulator::reduce_add(sum, x); }
@@ -46,6 +48,8 @@ inline void wait_for_flag(const int* flag) { emulator::wait_for_flag(flag); }
 inline float flush_denormal(float x) {
   return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x;
 }
+// Reads what it asks for: where nothing is, the sanitizer tells.
+inline void prefetch(const void* address) { *static_cast<const volatile char*>(address); }
 inline float exp2(float x) { return flush_denormal(std::exp2(flush_denormal(x))); }
 inline float log2(float x) { return std::log2(x); }
 inline float reciprocal(float x) { return flush_denormal(1.f / flush_denormal(x)); }

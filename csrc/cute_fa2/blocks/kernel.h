@@ -56,9 +56,10 @@ struct BlocksKernel {
     auto* const in_place = const_cast<SequenceBlock*>(request.list.in_place);
     auto* const sorted = const_cast<SequenceTile*>(request.list.sorted);
 
+    const int batch = batch_at(params, request, begin);
     // A counting sort that keeps the order within a bucket: by thread, then by place.
     for (auto& bucket : smem.counts) bucket[thread] = 0;
-    for_each_block(params, request, begin, end,
+    for_each_block(params, request, begin, end, batch,
                    [&](int place, SequenceBlock block, const Sequence&, BlockRange seen) {
                      in_place[place] = block;
                      if (block.batch >= 0) ++smem.counts[bucket_of(request, seen)][thread];
@@ -83,11 +84,14 @@ struct BlocksKernel {
     }
     const int before = thread > 0 ? smem.sums[now][thread - 1] : 0;
     for (int i = 0; i < kBuckets; ++i) mine[i] += before;
-    if (thread == 0) *const_cast<int*>(request.list.count) = smem.sums[now][kThreads - 1];
+    if (thread == 0) {
+      *const_cast<int*>(request.list.count) = smem.sums[now][kThreads - 1];
+      *request.list.taken = 0;
+    }
     platform::sync_cta();  // all know where their blocks go
 
     for_each_block(
-        params, request, begin, end,
+        params, request, begin, end, batch,
         [&](int, SequenceBlock block, const Sequence& sequence, BlockRange seen) {
           if (block.batch < 0) return;
           const int first_index = Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
@@ -98,27 +102,37 @@ struct BlocksKernel {
         });
   }
 
-  // Calls visit(place, block, its sequence, the blocks that it sees) for the places [begin, end).
-  template <class Visit>
-  static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockRequest& request,
-                                         int begin, int end, const Visit& visit) {
-    if (begin >= end) return;
+  // The place at which the blocks of sequence `batch` begin.
+  static CUTE_DEVICE int first_block(const AttentionParams& params, const BlockRequest& request,
+                                     int batch) {
     const int rows = request.of_keys ? params.len_k : params.len_q;
     const int* const cu_seqlens =
         request.of_keys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
-    const auto first_block = [&](int batch) {
-      return Sequence::first_block(cu_seqlens, rows, batch, request.rows);
-    };
-    int batch = 0;  // the last sequence whose blocks do not begin behind the place
+    return Sequence::first_block(cu_seqlens, rows, batch, request.rows);
+  }
+
+  // The last sequence whose blocks do not begin behind the place.
+  static CUTE_DEVICE int batch_at(const AttentionParams& params, const BlockRequest& request,
+                                  int place) {
+    int batch = 0;
     for (int behind = params.batch; batch + 1 < behind;) {
       const int middle = (batch + behind) / 2;
-      (first_block(middle) <= begin ? batch : behind) = middle;
+      (first_block(params, request, middle) <= place ? batch : behind) = middle;
     }
-    int first = first_block(batch);
+    return batch;
+  }
+
+  // Calls visit(place, block, its sequence, the blocks that it sees) for the places [begin, end).
+  // `batch` is that of the first.
+  template <class Visit>
+  static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockRequest& request,
+                                         int begin, int end, int batch, const Visit& visit) {
+    if (begin >= end) return;
+    int first = first_block(params, request, batch);
     Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
     for (int place = begin; place < end; ++place) {
-      while (batch + 1 < params.batch && first_block(batch + 1) <= place) {
-        first = first_block(++batch);
+      while (batch + 1 < params.batch && first_block(params, request, batch + 1) <= place) {
+        first = first_block(params, request, ++batch);
         sequence = Sequence::of<MaskKind::kPacked>(params, batch);
       }
       const int block = place - first, row0 = block * request.rows;

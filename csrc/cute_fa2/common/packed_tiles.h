@@ -6,6 +6,7 @@
 
 #include <cute/config.hpp>
 
+#include "common/platform.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "host/params.h"
@@ -20,6 +21,8 @@ class PackedTiles {
       : list_(list), heads_(heads), head_group_(head_group) {}
 
   CUTE_DEVICE int count() const { return *list_.count * heads_; }
+  // For CTAs that take tiles in turn: 0, 1, 2 ...
+  CUTE_DEVICE int take() const { return platform::next_number(list_.taken); }
   CUTE_DEVICE TileCoord tile(int index) const {
     int head;
     const SequenceTile& tile = entry(index, head);

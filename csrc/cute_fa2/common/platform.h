@@ -37,6 +37,8 @@ CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, pr
 // Tells the compiler that the value is the same for all threads of the warp. It then keeps it, and
 // what follows from it, in uniform registers.
 CUTE_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+// The same where the warp's first thread is alone.
+CUTE_DEVICE int uniform_in_first_lane(int value) { return __shfl_sync(1u, value, 0); }
 
 // Adds to a sum in global memory, in any order with what others add; nobody learns of the result.
 CUTE_DEVICE void reduce_add(float* sum, float x) {
@@ -72,6 +74,11 @@ CUTE_DEVICE float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Asks for a sector of global memory that will be read soon.
+CUTE_DEVICE void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 }
 
 CUTE_DEVICE float log2(float x) { return ::log2f(x); }

@@ -81,7 +81,36 @@ class ScoreMod {
     }
   }
 
+  // Asks for the bias of a tile of kRows x kKeys that `apply` will need. By all kThreads threads
+  // together.
+  template <int kRows, int kKeys, int kThreads, class RowOf>
+  CUTE_DEVICE void prefetch_bias(unsigned thread, int row_origin, int key_origin,
+                                 const RowOf& row_of) const {
+    const BiasView& bias = params_.changes.bias;
+    if (!bias.data || !bias.has_keys) return;
+    constexpr int kSectorBytes = 32;  // what a cache asks memory for
+    const int bytes = bias.is_float ? 4 : sizeof(Element);
+    const unsigned sectors = kKeys * bytes / kSectorBytes;  // of a row
+    const int keys = sequence_.len_k - key_origin;
+    for (unsigned i = thread; i < kRows * sectors; i += kThreads) {
+      const int key = static_cast<int>(i % sectors * kSectorBytes) / bytes;
+      if (key >= keys) continue;
+      const int64_t at =
+          place_of_bias(row_of(row_origin + static_cast<int>(i / sectors))) + key_origin + key;
+      platform::prefetch(static_cast<const char*>(bias.data) + at * bytes);
+    }
+  }
+
  private:
+  // Where the bias of a row begins. Of rows that do not exist, one that does.
+  template <class Row>
+  CUTE_DEVICE int64_t place_of_bias(const Row& row) const {
+    const BiasView& bias = params_.changes.bias;
+    const int query = sequence_.first_q + cute::min(row.query, sequence_.len_q - 1);
+    return batch_ * bias.stride_batch + row.head * bias.stride_head + query * bias.stride_row +
+           (bias.has_keys ? sequence_.first_k : 0);
+  }
+
   // Coordinates may be unsigned.
   template <int kMode, class Coord>
   static CUTE_DEVICE int at(const Coord& coord) {
@@ -115,29 +144,45 @@ class ScoreMod {
   CUTE_DEVICE void add_bias(Scores& scores, const Offsets& offsets, int first_row, int first_key,
                             const RowOf& row_of) const {
     const BiasView& bias = params_.changes.bias;
+    if (bias.is_float) {
+      add_bias_of<float, false>(scores, offsets, first_row, first_key, row_of);
+    } else if (bias.in_pairs && sequence_.first_k % 2 == 0) {
+      add_bias_of<Element, true>(scores, offsets, first_row, first_key, row_of);
+    } else {
+      add_bias_of<Element, false>(scores, offsets, first_row, first_key, row_of);
+    }
+  }
+
+  // kInPairs: two neighbouring keys are read together.
+  template <class T, bool kInPairs, class Scores, class Offsets, class RowOf>
+  CUTE_DEVICE void add_bias_of(Scores& scores, const Offsets& offsets, int first_row, int first_key,
+                               const RowOf& row_of) const {
+    using Pair = cutlass::AlignedArray<T, 2>;
+    const BiasView& bias = params_.changes.bias;
     const int keys = sequence_.len_k - first_key;  // there are so many from the first one on
     for_each_row(scores, offsets, first_row, row_of, [&](int r, auto row) {
-      // Rows that do not exist read one that does.
-      const int query = sequence_.first_q + cute::min(row.query, sequence_.len_q - 1);
-      const int64_t first = batch_ * bias.stride_batch + row.head * bias.stride_head +
-                            query * bias.stride_row +
-                            (bias.has_keys ? sequence_.first_k + first_key : 0);
-      const auto add = [&]<class T>(const T* data) {
-        const T* const of_row = platform::rematerialize(data + first);
-        if (bias.has_keys) {
-          CUTE_UNROLL
-          for (int c = 0; c < cute::size<1>(scores); ++c) {
-            const int key = at<1>(offsets(r, c));
-            if (key < keys) scores(r, c) += static_cast<float>(of_row[key]);
-          }
-        } else {
-          const float all = static_cast<float>(*of_row);
-          CUTE_UNROLL
-          for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) += all;
+      const T* const of_row = platform::rematerialize(
+          static_cast<const T*>(bias.data) + place_of_bias(row) + (bias.has_keys ? first_key : 0));
+      if constexpr (kInPairs) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); c += 2) {
+          const int key = at<1>(offsets(r, c));
+          if (key >= keys) continue;
+          const Pair pair = *reinterpret_cast<const Pair*>(of_row + key);
+          scores(r, c) += static_cast<float>(pair[0]);
+          scores(r, c + 1) += static_cast<float>(pair[1]);
         }
-      };
-      bias.is_float ? add(static_cast<const float*>(bias.data))
-                    : add(static_cast<const Element*>(bias.data));
+      } else if (bias.has_keys) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) {
+          const int key = at<1>(offsets(r, c));
+          if (key < keys) scores(r, c) += static_cast<float>(of_row[key]);
+        }
+      } else {
+        const float all = static_cast<float>(*of_row);
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(scores); ++c) scores(r, c) += all;
+      }
     });
   }
 

@@ -94,7 +94,8 @@ std::string tiles_for(int64_t smem_per_cta) {
   const int bytes = bytes_of(DType::kHalf);
   for (size_t i = 0; i < std::size(kFwdTilesSm80); ++i) {
     const FwdConfigSm80& config = kFwdTilesSm80[i].config;
-    const int chosen = select_fwd_sm80(config.head_dim, config.head_dim_v, limit, bytes);
+    const int chosen =
+        select_fwd_sm80(config.head_dim, config.head_dim_v, MaskKind::kFull, limit, bytes);
     if (is_built(config.head_dim) && chosen == static_cast<int>(i)) {
       append(tiles, as_json(kFwdTilesSm80[i], DType::kHalf).str());
     }
@@ -109,7 +110,7 @@ std::string tiles_for(int64_t smem_per_cta) {
   }
   for (int head_dim : kBuiltFp32HeadDims) {
     const int fp32_bytes = bytes_of(DType::kFloat);
-    const int fwd = select_fwd_sm80(head_dim, head_dim, limit, fp32_bytes);
+    const int fwd = select_fwd_sm80(head_dim, head_dim, MaskKind::kFull, limit, fp32_bytes);
     if (fwd >= 0) append(tiles, as_json(kFwdTilesFp32[fwd], DType::kFloat).str());
     const int bwd = select_bwd_sm80_large(head_dim, limit, fp32_bytes);
     if (bwd >= 0) append(tiles, as_json(kFp32BwdTilesSm80[bwd], DType::kFloat).str());

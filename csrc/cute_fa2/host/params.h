@@ -106,6 +106,7 @@ struct alignas(16) SequenceTile {
 struct BlockList {
   int bound = 0;                    // at most so many
   const int* count = nullptr;       // so many there are
+  int* taken = nullptr;             // how many tiles of them CTAs have taken in turn
   const SequenceTile* sorted{};     // those with the most work first
   const SequenceBlock* in_place{};  // (bound): by their place in memory (Sequence::first_block)
 };
@@ -119,6 +120,7 @@ struct BiasView {
   int64_t stride_row;
   bool has_keys;  // else it is expanded over them
   bool is_float;
+  bool in_pairs;  // keys 2 j and 2 j + 1 can be read together (set_changes)
 };
 
 // What changes scores ahead of the mask (MaskKind::kScored): common/score_mod.h has the formula.
@@ -245,6 +247,10 @@ inline void set_changes(AttentionParams& params, const ScoreChanges& changes) {
   const double scale = params.scale.scale;
   params.mask = MaskKind::kScored;
   params.changes = changes;
+  BiasView& bias = params.changes.bias;
+  const int64_t pair_bytes = 2 * (bias.is_float ? 4 : bytes_of(params.dtype));
+  bias.in_pairs = bias.has_keys && reinterpret_cast<uintptr_t>(bias.data) % pair_bytes == 0 &&
+                  (bias.stride_batch | bias.stride_head | bias.stride_row | params.len_k) % 2 == 0;
   params.scale = make_softmax_scale(1);
   params.scale.scale = static_cast<float>(scale);
   if (changes.softcap == 0.f) return;

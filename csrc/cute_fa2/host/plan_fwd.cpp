@@ -82,7 +82,8 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
-  plan.tile = select_fwd_sm80(plan.head_dim, params.head_dim_v, limit, bytes_of(params.dtype));
+  plan.tile =
+      select_fwd_sm80(plan.head_dim, params.head_dim_v, params.mask, limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, limit);
   const TileEntrySm80& entry = fwd_tiles_sm80(bytes_of(params.dtype))[plan.tile];
   const int block_m = entry.config.block_m;

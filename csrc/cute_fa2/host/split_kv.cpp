@@ -58,9 +58,9 @@ SplitCost SplitCost::of_sm80(const FwdParams& params, const GqaLayout& gqa,
           .ctas_per_sm = entry.ctas_per_sm,
           .key = 1,  // decoding works on half of the rows, which this leaves out
           .tile = 256,
-          .combine = 256,
-          .row = 0.1,
-          .row_of_split = 1. / 60,
+          .combine = 240,
+          .row = 0.017,
+          .row_of_split = 0.005,
           .rounds_unsplit = rounds(tiles, entry.ctas_per_sm, multiprocessors)};
 }
 

@@ -19,7 +19,9 @@ class Allocator {
   BlockList take_list(int64_t bound) {
     BlockList list;
     list.bound = static_cast<int>(bound);
-    list.count = take<int>(bound > 0 ? 1 : 0);
+    int* const counts = take<int>(bound > 0 ? 2 : 0);
+    list.count = counts;
+    list.taken = counts ? counts + 1 : nullptr;
     list.sorted = take<SequenceTile>(bound);
     list.in_place = take<SequenceBlock>(bound);
     return list;

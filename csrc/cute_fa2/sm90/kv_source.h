@@ -92,7 +92,7 @@ class TmaKV {
         // So would a strip of columns that V does not have. K's map, whose boxes have the same
         // shape, gives zeros for it.
         static_assert(Traits::kStripV == Traits::kStrip);
-        const bool is_outside = column >= params_.head_dim_v;
+        const bool is_outside = column > 0 && column >= params_.head_dim_v;
         hopper::tma_load(is_outside ? maps_.k : maps_.v, target + column * kBlockN, arrival,
                          is_outside ? Traits::kHeadDim : column, is_outside ? 0 : end,
                          is_outside ? 0 : row, params_.v.stride_head != 0 ? kv_head : 0,

@@ -1,5 +1,6 @@
-// Which tiles a persistent CTA works on, one after the other. All is decided before the launch
-// (host/tile_schedule.h): nothing is counted at run time.
+// Which tiles a persistent CTA works on, one after the other. Of a dense call all is decided before
+// the launch (host/tile_schedule.h). Of sequences of their own lengths a CTA takes the next tile
+// that nobody has.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -53,6 +54,7 @@ class PersistentTileScheduler {
    public:
     CUTE_DEVICE explicit Iterator(int cta) : place_(cta) {}
 
+    CUTE_DEVICE int first(const PersistentTileScheduler& scheduler) { return next(scheduler); }
     // The number of the next work tile; past the last, one that the scheduler has not.
     CUTE_DEVICE int next(const PersistentTileScheduler& scheduler) {
       const unsigned tiles = scheduler.count_, ctas = scheduler.ctas_;
@@ -131,19 +133,15 @@ class PackedTileScheduler {
 
   class Iterator {
    public:
-    CUTE_DEVICE explicit Iterator(int cta) : place_(cta) {}
+    CUTE_DEVICE explicit Iterator(int cta) : first_(cta) {}
 
-    CUTE_DEVICE int next(const PackedTileScheduler& scheduler) {
-      const int index = first_ + (is_backward_ ? scheduler.ctas_ - 1 - place_ : place_);
-      first_ += scheduler.ctas_;
-      is_backward_ = !is_backward_;
-      return index;
+    CUTE_DEVICE int first(const PackedTileScheduler&) const { return first_; }
+    CUTE_DEVICE static int next(const PackedTileScheduler& scheduler) {
+      return scheduler.ctas_ + platform::uniform_in_first_lane(scheduler.tiles_.take());
     }
 
    private:
-    int place_;
-    int first_ = 0;
-    bool is_backward_ = false;
+    int first_;
   };
 
   // Asked for once: the answer is in memory.

@@ -5,6 +5,8 @@
 
 #include <span>
 
+#include "host/band.h"
+
 namespace flash_cute {
 
 // One tile: a CTA keeps `block_m` query rows and walks over the keys, `block_n` at a time. A
@@ -47,7 +49,10 @@ struct FwdConfigSm80 {
 struct TileEntrySm80 {
   FwdConfigSm80 config;
   int ctas_per_sm;  // CTAs that must fit an SM together for the entry to be chosen
+  // Not for sequences of their own lengths, whose kernels would spill.
+  bool dense_only = false;
 
+  constexpr bool serves(MaskKind mask) const { return !(dense_only && has_sequences(mask)); }
   // `smem_per_cta` is what the device lends to one CTA. An SM has 1 KB more, and reserves 1 KB for
   // each CTA.
   constexpr bool fits(int smem_per_cta, int element_bytes) const {
@@ -90,9 +95,10 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
 
 // Of fp32, with fewer buckets. None timed.
 inline constexpr TileEntrySm80 kFwdTilesFp32[] = {
-    {{64, 64, 128, 32, 4, false}, 2},    // 48 KB
-    {{128, 128, 128, 32, 8, false}, 1},  // 96 KB
-    {{256, 256, 64, 16, 4, false}, 2},   // 96 KB
+    {{64, 64, 128, 32, 4, false}, 2},          // 48 KB
+    {{128, 128, 128, 32, 4, false}, 2, true},  // 96 KB
+    {{128, 128, 128, 32, 8, false}, 1},        // 96 KB
+    {{256, 256, 64, 16, 4, false}, 2},         // 96 KB
     {{256, 256, 64, 16, 4, false}, 1},
 };
 
@@ -102,11 +108,12 @@ constexpr std::span<const TileEntrySm80> fwd_tiles_sm80(int element_bytes) {
 }
 
 // The index of the entry that serves `head_dim` (a bucket) with V of `head_dim_v` columns, or -1.
-constexpr int select_fwd_sm80(int head_dim, int head_dim_v, int smem_per_cta, int element_bytes) {
+constexpr int select_fwd_sm80(int head_dim, int head_dim_v, MaskKind mask, int smem_per_cta,
+                              int element_bytes) {
   int index = 0;
   for (const TileEntrySm80& entry : fwd_tiles_sm80(element_bytes)) {
     if (entry.config.head_dim == head_dim && entry.config.head_dim_v >= head_dim_v &&
-        entry.fits(smem_per_cta, element_bytes)) {
+        entry.serves(mask) && entry.fits(smem_per_cta, element_bytes)) {
       return index;
     }
     ++index;

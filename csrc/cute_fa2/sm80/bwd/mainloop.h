@@ -190,6 +190,7 @@ class BwdMainloop {
     platform::wait_copies<0>();
     platform::sync_cta();  // fault: bwd-cta-barrier
     if constexpr (Traits::kStages == 2) load_next(block, stage ^ 1);
+    prefetch_bias(block);
 
     auto tSrS = partition_fragment_C(TiledMmaS{}, ShapeS{});   // (4, MMA_M, N / 8)
     auto tSrDp = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, N / 8)
@@ -261,6 +262,15 @@ class BwdMainloop {
     score_mod.apply(scores, as_matrix(derivatives), coords(platform::rematerialize(thread_)),
                     coords(0u), block.m_block * kBlockM, n_block_ * kBlockN,
                     [&](int row) { return PackGqa::HeadAndQuery{block.head, row}; });
+  }
+
+  CUTE_DEVICE void prefetch_bias(Block block) const {
+    if constexpr (kMask == MaskKind::kScored) {
+      ScoreMod<Element, true>(params_, sequence_, tile_.batch)
+          .template prefetch_bias<kBlockM, kBlockN, Traits::kThreads>(
+              platform::rematerialize(thread_), block.m_block * kBlockM, n_block_ * kBlockN,
+              [&](int row) { return PackGqa::HeadAndQuery{block.head, row}; });
+    }
   }
 
   // P from S. The mask goes onto the exponent: the weight of a key that its row does not see may be

@@ -18,8 +18,9 @@ void launch_fwd_sm80(const FwdPlan& plan, const FwdParams& params, int device,
                      cudaStream_t stream) {
   constexpr auto kTiles = fwd_tiles_sm80(bytes_of(kDType));
   index_switch<kTiles.size()>(plan.tile, [&](auto index) {
-    constexpr FwdConfigSm80 kConfig = fwd_tiles_sm80(bytes_of(kDType))[index()].config;
-    if constexpr (kConfig.head_dim == kHeadDim) {
+    constexpr TileEntrySm80 kEntry = fwd_tiles_sm80(bytes_of(kDType))[index()];
+    constexpr FwdConfigSm80 kConfig = kEntry.config;
+    if constexpr (kConfig.head_dim == kHeadDim && kEntry.serves(kMask)) {
       const PackGqa pack_gqa(plan.gqa);
       const sm80::Arguments arguments = {
           params, pack_gqa, sm80::SingleTileScheduler(plan.schedule, pack_gqa, params.batch),

@@ -12,10 +12,9 @@ namespace flash_cute::sm80 {
 template <class Traits, MaskKind kMask, class KVSource>
 class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
   using Base = FwdMainloopBase<Traits, kMask, KVSource>;
-  using Base::arguments_, Base::kv_source_, Base::mask_, Base::row0_, Base::smem_, Base::softmax_,
-      Base::thread_;
   using Base::has_next, Base::has_previous, Base::kBlockN, Base::kMmaRows, Base::sK, Base::sQ,
       Base::sVt;
+  using Base::mask_, Base::row0_, Base::smem_, Base::softmax_, Base::thread_;
   using typename Base::AllRows, typename Base::FirstHalf, typename Base::SecondHalf;
   using typename Base::Element, typename Base::LoadK, typename Base::LoadQ, typename Base::LoadVt;
   using typename Base::ShapeS, typename Base::TiledMma;
@@ -49,7 +48,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     const BlockRange visible = mask_.visible_blocks(row0_, row_end, kBlockN);
     if (visible.end <= visible.begin) return;
     const int n_block = visible.end - 1;
-    load_first(n_block);
+    this->load_first(n_block);
     Fragments fragments;
     if (!Base::kUsesFirstHalf || row_end - row0_ > kMmaRows) {
       loop<AllRows>(n_block, fragments, tOrO);
@@ -70,24 +69,13 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     } while (has_next(n_block--));
   }
 
-  // Starts the copies of Q and of the first K.
-  CUTE_DEVICE void load_first(int n_block) const {
-    this->load_q();
-    kv_source_.start(n_block);
-    this->template load_k<false>(n_block);
-    platform::commit_copies();
-    if (arguments_.params.scale.q_sign != 1.f) {
-      platform::wait_copies<0>();  // this thread's part of Q is there
-      this->multiply_q_by_sign();
-    }
-  }
-
   // One key block.
   template <class Rows, class Out>
   CUTE_DEVICE void step(int index, Fragments& fragments, Out& tOrO) {
     using namespace cute;
     constexpr int kStepM = Rows::kCount * kMmaRows;
     const int n_block = platform::rematerialize(index);
+    this->template prefetch_bias<kStepM>(row0_ + Rows::kFirst * kMmaRows, n_block * kBlockN);
     // K of this block (and Q, in the first step) is there, for all threads. All warps are done with
     // V of the block before, which may be overwritten.
     platform::wait_copies<0>();

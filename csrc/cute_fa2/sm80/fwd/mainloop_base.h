@@ -138,6 +138,18 @@ class FwdMainloopBase {
     loader_q().multiply(sQ(), arguments_.params.scale.q_sign);
   }
 
+  // Starts the copies of Q and of the first K.
+  CUTE_DEVICE void load_first(int n_block) const {
+    load_q();
+    kv_source_.start(n_block);
+    load_k<false>(n_block);
+    platform::commit_copies();
+    if (arguments_.params.scale.q_sign != 1.f) {
+      platform::wait_copies<0>();  // this thread's part of Q is there
+      multiply_q_by_sign();
+    }
+  }
+
   // -- a block -----------------------------------------------------------------------------------
 
   // (rows, columns) of kStepM rows and kBlockN keys -> (row, key)
@@ -159,16 +171,29 @@ class FwdMainloopBase {
   // The same scores, ahead of the mask.
   template <int kStepM, class Scores>
   CUTE_DEVICE void change_scores(int row0, int key0, Scores& scores) const {
+    with_score_mod(key0, [&](const auto& score_mod, const auto& row_of) {
+      score_mod.apply(scores, NoDerivatives{}, coords<kStepM>(platform::rematerialize(thread_)),
+                      coords<kStepM>(0u), platform::rematerialize(row0), key0, row_of);
+    });
+  }
+  // Ahead of the products that the scores come from.
+  template <int kStepM>
+  CUTE_DEVICE void prefetch_bias(int row0, int key0) const {
+    with_score_mod(key0, [&](const auto& score_mod, const auto& row_of) {
+      score_mod.template prefetch_bias<kStepM, kBlockN, Traits::kThreads>(
+          platform::rematerialize(thread_), platform::rematerialize(row0), key0, row_of);
+    });
+  }
+  template <class F>
+  CUTE_DEVICE void with_score_mod(int key0, const F& f) const {
     if constexpr (kMask == MaskKind::kScored) {
       // Tile and sequence are read again: they would hold registers through the loop.
       const int cta = platform::rematerialize(platform::cta_index(), key0);
       int head;
       const SequenceTile& entry = arguments_.packed_tiles.entry(cta, head);
       const Sequence sequence = PackedTiles::sequence(entry);
-      const ScoreMod<Element, true> score_mod(arguments_.params, sequence, entry.batch);
-      score_mod.apply(scores, NoDerivatives{}, coords<kStepM>(platform::rematerialize(thread_)),
-                      coords<kStepM>(0u), platform::rematerialize(row0), key0,
-                      [&](int row) { return arguments_.pack_gqa.query_of(head, row); });
+      f(ScoreMod<Element, true>(arguments_.params, sequence, entry.batch),
+        [&](int row) { return arguments_.pack_gqa.query_of(head, row); });
     }
   }
 

@@ -106,6 +106,7 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
   CUTE_DEVICE void step(int index, Out& tOrO) {
     using namespace cute;
     const int n_block = platform::rematerialize(index);
+    this->template prefetch_bias<kBlockM>(row0_, n_block * kBlockN);
     auto tSrS = partition_fragment_C(TiledMma{}, ShapeS{});  // (4, MMA_M, N / 8)
     clear(tSrS);
     CUTE_NO_UNROLL

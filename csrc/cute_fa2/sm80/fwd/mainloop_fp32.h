@@ -11,15 +11,14 @@ namespace flash_cute::sm80 {
 template <class Traits, MaskKind kMask, class KVSource>
 class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   using Base = FwdMainloopBase<Traits, kMask, KVSource>;
-  using Base::arguments_, Base::kv_source_, Base::mask_, Base::row0_, Base::smem_, Base::softmax_,
-      Base::thread_;
   using Base::has_next, Base::has_previous, Base::kBlockM, Base::kBlockN, Base::kMmaRows, Base::sK,
       Base::sQ, Base::sVt;
+  using Base::mask_, Base::row0_, Base::softmax_, Base::thread_;
   using typename Base::LoadK, typename Base::LoadQ, typename Base::LoadVt;
   using typename Base::ShapeS, typename Base::TiledMma;
   static constexpr int kMmaM = kBlockM / kMmaRows;
   // What is summed from zero (staged_gemm): so many k8 steps, and so many columns by 16.
-  static constexpr int kSteps = 4;
+  static constexpr int kSteps = kMmaM == 2 && Traits::kHeadDimV > 64 ? 1 : 4;
   static constexpr int kPairs = 2 / kMmaM;
 
  public:
@@ -34,30 +33,19 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
     const BlockRange visible = mask_.visible_blocks(row0_, this->row_end(), kBlockN);
     if (visible.end <= visible.begin) return;
     int n_block = visible.end - 1;
-    load_first(n_block);
+    this->load_first(n_block);
     do {
       step(n_block, tOrO);
     } while (has_next(n_block--));
   }
 
  private:
-  // Starts the copies of Q and of the first K.
-  CUTE_DEVICE void load_first(int n_block) const {
-    this->load_q();
-    kv_source_.start(n_block);
-    this->template load_k<false>(n_block);
-    platform::commit_copies();
-    if (arguments_.params.scale.q_sign != 1.f) {
-      platform::wait_copies<0>();  // this thread's part of Q is there
-      this->multiply_q_by_sign();
-    }
-  }
-
   // One key block.
   template <class Out>
   CUTE_DEVICE void step(int index, Out& tOrO) {
     using namespace cute;
     const int n_block = platform::rematerialize(index);
+    this->template prefetch_bias<kBlockM>(row0_, n_block * kBlockN);
     // K of this block (and Q, in the first step) is there, for all threads. All warps are done with
     // V of the block before, which may be overwritten.
     platform::wait_copies<0>();

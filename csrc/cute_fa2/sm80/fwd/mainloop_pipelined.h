@@ -119,6 +119,10 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     using namespace cute;
     constexpr int kStepM = Rows::kCount * kMmaRows;
     const int n_block = platform::rematerialize(index);
+    if constexpr (kHasNext) {
+      this->template prefetch_bias<NextRows<Rows>::kCount * kMmaRows>(
+          row0_ + NextRows<Rows>::kFirst * kMmaRows, (n_block - 1) * kBlockN);
+    }
     // V of this block and K of the next are there, for all threads. All warps are done with what
     // the step before has read, which may be overwritten.
     platform::wait_copies<0>();  // fault: copy-wait

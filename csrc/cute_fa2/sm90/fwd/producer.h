@@ -30,7 +30,7 @@ class FwdProducer {
   CUTE_DEVICE void run(typename Pipeline::Scheduler::Iterator tiles) {
     const auto& scheduler = Pipeline::scheduler(arguments_);
     const unsigned count = scheduler.count();
-    for (unsigned i; (i = tiles.next(scheduler)) < count;) load_tile(i);
+    for (unsigned i = tiles.first(scheduler); i < count; i = tiles.next(scheduler)) load_tile(i);
     Tile none{};
     none.row0 = Pipeline::kNoRow;
     for (int i = 0; i < kConsumers; ++i) {
