@@ -45,9 +45,15 @@ def calls() -> Iterator[list[str]]:
         reached.append("backward")
         return q * 7, k * 7, v * 7
 
+    def stand_in_packed(q: Tensor, *_: Any, **options: Any) -> tuple[Any, ...]:
+        reached.append(",".join(name for name, value in options.items() if value is not None))
+        return q, q[..., 0].float(), q, q, q
+
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", stand_in, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", stand_in_backward, "CPU")
+    # Of this op, what the overrides must tell it.
+    library.impl("_flash_attention_forward", stand_in_packed, "CPU")
     aten.register("CPU")
     yield reached
     aten.unregister()
@@ -93,10 +99,10 @@ def test_what_is_not_served_goes_to_the_kernel_below(
     assert torch.equal(out, q + 1) and calls == ["forward"]
     check_same(gradients(out, q, k, v), (q * 7, k * 7, v * 7))
     assert calls == ["forward", "backward"]
-    # Here no kernel is below.
-    with pytest.raises(NotImplementedError, match="neither flash_cute nor this torch serves"):
-        torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, 29, 29, dropout_p, False, False
+    # Here no kernel is below. Before torch 2.13 the reason goes to stderr.
+    with pytest.raises(RuntimeError, match=r"nor this torch serves|to stderr"):
+        torch.ops.aten._flash_attention_backward(
+            out, q, k, v, out, out, out, out, 29, 29, dropout_p, False, out, out
         )
 
 
@@ -125,18 +131,39 @@ def check_varlen(device: str, window: tuple[int, int]) -> None:
         check_same([into], flash_cute.forward_varlen(q, k, v, begins, seqused_k=used)[:1])
 
 
+@pytest.mark.usefixtures("calls")
 def test_dense_layout_of_the_varlen_op() -> None:
-    """(B, N, H, D), as other libraries call it."""
-    q, k, v = (x.transpose(1, 2) for x in inputs())
-    out, lse, *_ = aten.flash_forward(
-        q, k, v, None, None, 29, 29, 0.0, True, False, window_size_left=7
-    )
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    expected = flash_cute.forward(*heads_first, True, window_size=(7, -1))
-    check_same((out.transpose(1, 2), lse), expected)
-    for more in ({"num_splits": 1}, {"block_table": q}, {"alibi_slopes": q}):
-        assert aten.flash_forward(q, k, v, None, None, 9, 9, 0.0, True, False, **more) is None
-    assert aten.flash_forward(q, k, v, None, None, 9, 9, 0.0, True, True) is None
+    check_dense_layout("cpu")
+
+
+def test_options_that_are_not_served(calls: list[str]) -> None:
+    op = torch.ops.aten._flash_attention_forward
+    q, k, v = (x.detach() for x in inputs())
+    call = (q, k, v, None, None, 29, 29, 0.0, True)
+    op(*call, False, scale=0.3, window_size_left=7, alibi_slopes=q)
+    op(*call, True)
+    expected = ["scale,window_size_left,alibi_slopes", ""]
+    names = [argument.name for argument in op.default._schema.arguments]
+    if "block_table" in names:  # from torch 2.13 on
+        op(*call, False, block_table=q)
+        op(*call, False, num_splits=1)
+        expected += ["block_table", "num_splits"]
+    assert calls == expected
+
+
+def check_dense_layout(device: str) -> None:
+    """(B, N, H, D), as other libraries call it; not contiguous, and with an offset."""
+    packed = torch.randn(2, 29, 3, 4, 24).to(device, torch.float16)
+    q, k, v = (x.detach().requires_grad_() for x in packed.unbind(2))
+    op, call = torch.ops.aten._flash_attention_forward, (None, None, 29, 29, 0.0, True, False)
+    out, lse, *_ = op(q, k, v, *call, scale=0.3, window_size_left=7)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    expected, right_lse = flash_cute.forward(*heads_first, True, 0.3, window_size=(7, -1))
+    check_same((out.transpose(1, 2), lse), (expected, right_lse))
+    assert out.is_contiguous()
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    check_same(grads, torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2)))
 
 
 def test_context_parallel() -> None:
@@ -205,6 +232,10 @@ class TestOnTheGpu:
     def test_varlen(self, window: tuple[int, int]) -> None:
         flash_cute.register(torch=True)
         check_varlen("cuda", window)
+
+    def test_dense_layout_of_the_varlen_op(self) -> None:
+        flash_cute.register(torch=True)
+        check_dense_layout("cuda")
 
     def test_compile(self) -> None:
         flash_cute.register(torch=True)
