@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,41 @@ def check_dense_layout(device: str) -> None:
     check_same(grads, torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2)))
 
 
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "(B, H, N, D)": lambda: torch.randn(2, 4, 29, 24),
+    "(B, N, H, D)": lambda: torch.randn(2, 29, 4, 24).transpose(1, 2),
+    "of qkv": lambda: torch.randn(2, 29, 3, 4, 24)[:, :, 1].transpose(1, 2),
+    "expanded": lambda: torch.randn(2, 1, 29, 24).expand(2, 4, 29, 24),
+    "one row": lambda: torch.randn(2, 1, 4, 24).transpose(1, 2),
+}
+
+
+def check_layout(device: str, make: Callable[[], Tensor]) -> None:
+    """Results lie as torch's meta kernels say, on which compiled code relies."""
+
+    def results(device: str) -> list[Tensor]:
+        q, k, v = (make().to(device, torch.float16) for _ in "qkv")
+        heads_last = [x.transpose(1, 2) for x in (q, k, v)]
+        call = (None, None, q.shape[2], k.shape[2], 0.0, True, False)
+        out, lse, *_, state, unused, _ = OP(q, k, v, 0.0, True)
+        packed_out, packed_lse, *_ = torch.ops.aten._flash_attention_forward(*heads_last, *call)
+        more = (None, None, q.shape[2], k.shape[2], 0.0, True, state, unused)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        grads = backward(out, q, k, v, out, lse, *more)
+        return [out, lse, packed_out, packed_lse, *grads]
+
+    for x, like in zip(results(device), results("meta"), strict=True):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        assert torch._prims_common.check_significant_strides(x, like)[0]
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    check_layout("cpu", LAYOUTS[layout])
+
+
 def test_context_parallel() -> None:
     """Two processes, on two GPUs if there are."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -236,6 +271,11 @@ class TestOnTheGpu:
     def test_dense_layout_of_the_varlen_op(self) -> None:
         flash_cute.register(torch=True)
         check_dense_layout("cuda")
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts(self, layout: str) -> None:
+        flash_cute.register(torch=True)
+        check_layout("cuda", LAYOUTS[layout])
 
     def test_compile(self) -> None:
         flash_cute.register(torch=True)
