@@ -67,8 +67,8 @@ def bind_op(provider: Provider, case: Case, tensors: Sequence[torch.Tensor]) -> 
 
 
 def _flash_cute_why_not(case: Case, device: torch.device) -> str | None:
-    if case.dtype == "fp32" and device.type == "cuda":
-        return "fp16 and bf16 only"
+    if case.dtype == "fp32" and device.type == "cuda" and case.head_dim > 256:
+        return "fp32 up to head dim 256 only"
     return None
 
 

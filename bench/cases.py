@@ -334,15 +334,24 @@ def scores() -> Iterator[Case]:
 
 def large_d() -> Iterator[Case]:
     """Head dims that FlashAttention-2 and cuDNN do not have: one long document with few heads."""
-    for head_dim in (320, 384, 512, 640, 1024):
-        for causal in (False, True):
-            yield square(1, 8192, 8, head_dim, causal, dtype="fp16")
+    for op, length in (("fwd", 8192), ("bwd", 4096)):
+        for head_dim in (320, 384, 512, 640, 1024):
+            for causal in (False, True):
+                yield square(1, length, 8, head_dim, causal, dtype="fp16", op=op)
+
+
+def fp32() -> Iterator[Case]:
+    """Inputs in fp32, beside SDPA's efficient kernel: one long document, and training shapes."""
+    yield square(1, 8192, 8, 64, causal=False, dtype="fp32")
+    yield square(8, 2048, 32, 64, causal=True, dtype="fp32")
+    for causal in (False, True):
+        yield square(8, 2048, 16, 128, causal, dtype="fp32")
 
 
 SUITES = {
     suite.__name__: suite
     for suite in (
         *(train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning, bwd, fwdbwd),
-        *(varlen, window, chunks, scores, large_d),
+        *(varlen, window, chunks, scores, large_d, fp32),
     )
 }

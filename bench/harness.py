@@ -215,7 +215,7 @@ def tile_of(case: Case, tuning: str, device: torch.device) -> tuple[int, int]:
         B=case.batch, H=case.heads, Hkv=case.kv_heads, Nq=case.q_len, Nk=case.kv_len,
         D=case.head_dim, Dv=case.head_dim, causal=case.causal and case.window < 0,
         window=(case.window, 0 if case.causal else -1), backward=case.op != "fwd",
-        deterministic=False,
+        deterministic=False, dtype=case.dtype,
     )  # fmt: skip
     answer = ops.plan(plan.request(asked, plan.device_here()), tuning)
     return answer["block_m"], answer["block_n"]

@@ -246,8 +246,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--steps must be at least 2: the first is not timed")
     if args.width % args.heads:
         parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
-    if args.width // args.heads > 256:
-        parser.error(f"--width / --heads is {args.width // args.heads}: a head dim is at most 256")
+    if args.width // args.heads > 1024:
+        parser.error(f"--width / --heads is {args.width // args.heads}: a head dim is at most 1024")
     if not 0 < args.lr < math.inf:
         parser.error(f"--lr {args.lr} is not positive and finite")
     if args.out.suffix != ".png":

@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--B", type=int, default=4 if on_gpu else 2, help="batch")
     parser.add_argument("--N", type=int, default=2048 if on_gpu else 256, help="sequence length")
     parser.add_argument("--H", type=int, default=16 if on_gpu else 4, help="heads")
-    parser.add_argument("--D", type=int, default=64, help="head dim, 1 to 256")
+    parser.add_argument("--D", type=int, default=64, help="head dim, 1 to 1024")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
     args = parser.parse_args(argv)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float16

@@ -13,7 +13,7 @@ import sys
 import torch
 
 import flash_cute
-from flash_cute import hub, ops, plan, tolerance
+from flash_cute import checks, hub, ops, plan, tolerance
 from flash_cute.checks import CPU_DTYPES, GPU_DTYPES, why_not
 
 #: Shapes of the check: ragged lengths, grouped heads.
@@ -92,9 +92,10 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
         tiles = [t for t in build["tiles"] if (t["arch"], t["op"]) == ("sm90", "fwd")] + tiles
     for tile in tiles:
         mask = {"any": "", "none": " (split-KV)"}.get(tile["mask"], f" ({tile['mask']})")
+        of_v = f", Dv <= {tile['head_dim_v']}" if tile["head_dim_v"] < tile["head_dim"] else ""
         rows.append(
             (
-                f"D <= {tile['head_dim']}",
+                f"D <= {tile['head_dim']}{of_v}",
                 f"{tile['arch']} kernel{mask}, {tile['block_m']} queries x {tile['block_n']} keys, "
                 f"{tile['warps']} warps, {tile['smem_bytes'] / 1024:.0f} KB",
             )
@@ -120,7 +121,11 @@ def _check(device: torch.device) -> bool:
     """Compares dtype x head dim x mask with the reference, printing a line for each."""
     dtypes = GPU_DTYPES if device.type == "cuda" else CPU_DTYPES
     head_dims = [*ops.build_info()["head_dims"], *ops.build_info()["large_head_dims"]]
-    cases = list(itertools.product(dtypes, head_dims, (False, True)))
+    cases = [
+        (dtype, head_dim, is_causal)
+        for dtype, head_dim, is_causal in itertools.product(dtypes, head_dims, (False, True))
+        if head_dim <= checks.max_head_dim(device.type, dtype)
+    ]
     len_q, len_k = LENGTHS[device.type]
     shape = f"B {BATCH}, Hq {HEADS_Q}, Hkv {HEADS_KV}, Nq {len_q}, Nk {len_k}"
     print(f"Checking against the plain formula in fp64: {shape}")

@@ -19,9 +19,11 @@ from flash_cute import ops
 
 MAX_LENGTH = ops.build_info()["max_length"]
 MAX_HEAD_DIM = ops.build_info()["max_head_dim"]
-#: Of gradients on GPUs.
-MAX_HEAD_DIM_BWD = ops.build_info()["max_head_dim_bwd"]
-GPU_DTYPES = (torch.float16, torch.bfloat16)
+#: Where a GPU has the gradient of a bias.
+MAX_HEAD_DIM_DBIAS = ops.build_info()["max_head_dim_dbias"]
+#: Of float32 on GPUs.
+MAX_HEAD_DIM_FP32 = ops.build_info()["max_head_dim_fp32"]
+GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What `arch` may be.
 ARCHS = ("sm80", "sm90")
@@ -81,13 +83,17 @@ def refusal(
         text = f"q is {name_of(q.dtype)} on {q.device}: {text}"
         return TypeError(text) if kind == "dtype" else ValueError(text)
 
-    if not 0 < q.shape[-1] <= MAX_HEAD_DIM:
+    most = max_head_dim(q.device.type, q.dtype)
+    there = f" for float32 on GPUs; cast it, or use {SDPA}" if most < MAX_HEAD_DIM else ""
+    if not 0 < q.shape[-1] <= most:
         shape = f"{q.shape[-1]} (shape {tuple(q.shape)})"
-        return ValueError(f"q has head dim {shape}: it must be 1 to {MAX_HEAD_DIM}")
+        return ValueError(f"q has head dim {shape}: it must be 1 to {most}{there}")
+    if not 0 < v.shape[-1] <= most:
+        shape = f"{v.shape[-1]} (shape {tuple(v.shape)})"
+        return ValueError(f"v has head dim {shape}: it must be 1 to {most}{there}")
     length = 0 if is_packed else 2
     equal = [
         ("k", k, "q", q, -1, "head dim"),
-        ("v", v, "q", q, -1, "head dim"),
         ("v", v, "k", k, 1, "number of heads"),
         ("v", v, "k", k, length, "length"),
     ]
@@ -123,19 +129,41 @@ def refusal(
     return None if arch is None else _refusal_of_arch(arch, q.device)
 
 
+def max_head_dim(device_type: str, dtype: torch.dtype) -> int:
+    is_fp32 = device_type == "cuda" and dtype == torch.float32
+    return MAX_HEAD_DIM_FP32 if is_fp32 else MAX_HEAD_DIM
+
+
 def lse_shape(q: Tensor) -> tuple[int, ...]:
     """Of the LSE to a q (B, H, N, D) or packed (T, H, D)."""
     return tuple(q.shape[:3]) if q.dim() == 4 else (q.shape[1], q.shape[0])
 
 
-def refusal_of_gradient(q: Tensor) -> Exception | None:
-    """As `refusal`, where a gradient is asked for."""
-    if q.device.type != "cuda" or q.shape[-1] <= MAX_HEAD_DIM_BWD:
+def out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Of the output: q's, with v's head dim."""
+    return (*q.shape[:-1], v.shape[-1])
+
+
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """The output, dense, in q's order of dimensions. Where v has another head dim than q, that lies
+    innermost."""
+    if q.shape[-1] == v.shape[-1]:
+        return torch.empty_like(q)
+    return torch.empty_like(q.as_strided(out_shape(q, v), (*q.stride()[:-1], 0)))
+
+
+def refusal_of_bias_gradient(q: Tensor, v: Tensor) -> Exception | None:
+    """As `refusal`, where the gradient of a bias is asked for."""
+    if q.device.type != "cuda":
         return None
-    return NotImplementedError(
-        f"q has head dim {q.shape[-1]} and a gradient is asked for: on GPUs there are none above "
-        f"head dim {MAX_HEAD_DIM_BWD}; call it under torch.no_grad(), or use {SDPA}"
-    )
+    why = f"q is float32: on {q.device} there is none" if q.dtype == torch.float32 else ""
+    for name, x in (("q", q), ("v", v)):
+        if not why and x.shape[-1] > MAX_HEAD_DIM_DBIAS:
+            why = f"{name} has head dim {x.shape[-1]}: on GPUs there is none above head dim "
+            why += str(MAX_HEAD_DIM_DBIAS)
+    if not why:
+        return None
+    return NotImplementedError(f"bias requires a gradient and {why}; detach it, or use {SDPA}")
 
 
 def refusal_of_derivatives(tensors: dict[str, Tensor | None]) -> Exception | None:
@@ -147,13 +175,13 @@ def refusal_of_derivatives(tensors: dict[str, Tensor | None]) -> Exception | Non
 
 
 def refusal_of_results(
-    q: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
+    q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None
 ) -> Exception | None:
     """As `refusal`, of what else the backward gets: the forward's results and their gradients."""
     for name, x, shape, dtype in (
-        ("out", out, q.shape, q.dtype),
+        ("out", out, out_shape(q, v), q.dtype),
         ("softmax_lse", lse, lse_shape(q), torch.float32),
-        ("dout", dout, q.shape, q.dtype),
+        ("dout", dout, out_shape(q, v), q.dtype),
         ("dlse", dlse, lse_shape(q), torch.float32),
     ):
         if x is not None and x.shape != shape:

@@ -115,8 +115,8 @@ def attention(
     deterministic: bool | None = None,
     tuning: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`flash_cute::fwd`: (out, lse) for q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), or for packed
-    ones.
+    """`flash_cute::fwd`: (out, lse) for q (B, Hq, Nq, D), k (B, Hkv, Nk, D) and v (B, Hkv, Nk, Dv),
+    or for packed ones.
 
     The mask is that of `scores.visible_keys`. `deterministic` is for the backward, `tuning` for
     GPUs.
@@ -126,7 +126,7 @@ def attention(
     if (error := options.refusal_of_op(q, k, v, optional, softmax_scale, softcap)) is not None:
         raise error  # as the CUDA op: traced programs come here with whatever they are given
     # Rows that no sequence has stay as they are here.
-    out, lse = torch.zeros_like(q), torch.full(checks.lse_shape(q), -math.inf)
+    out, lse = checks.empty_out(q, v).zero_(), torch.full(checks.lse_shape(q), -math.inf)
     softmax_scale = scale_of(q, softmax_scale)
     for sequence in _sequences(q, k, *lengths, diagonal_offset):
         cpu_kernels.forward(
@@ -171,7 +171,7 @@ def attention_backward(
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start
     optional = learnable_sink, alibi_slopes, bias, *lengths
     error = options.refusal_of_op(q, k, v, optional, softmax_scale, softcap)
-    error = error or checks.refusal_of_results(q, out, softmax_lse, dout, dlse)
+    error = error or checks.refusal_of_results(q, v, out, softmax_lse, dout, dlse)
     if error is not None:
         raise error
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
@@ -181,7 +181,7 @@ def attention_backward(
     )
     if dout is None and dlse is None:
         return dq, dk, dv, dsink, dbias
-    dout = torch.zeros_like(q) if dout is None else dout
+    dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(softmax_lse) if dlse is None else dlse
     softmax_scale = scale_of(q, softmax_scale)
     exact = torch.promote_types(q.dtype, torch.float32)

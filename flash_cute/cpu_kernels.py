@@ -3,8 +3,8 @@
 The forward is PyTorch's own flash attention for the CPU. That kernel needs some care (seen under
 torch 2.13): an empty Nq or Nk kills the process; its LSE is short of precision for fp16 and bf16
 inputs; causal masks with a scale <= 0 give NaN; rows without a key get the LSE 0; a last stride
-other than 1 is silently wrong. So it is given contiguous rows in fp32, a positive scale, and masks
-made here.
+other than 1 is silently wrong; v has q's head dim. So it is given contiguous rows in fp32, of one
+head dim, a positive scale, and masks made here.
 
 Changed scores, and the backward, are the formulas of `reference` for some query rows at a time:
 that kernel has no softcap, and no gradient by the LSE.
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flash_cute import reference
 from flash_cute.scores import change, visible_keys
@@ -123,7 +124,7 @@ def forward(
     band: Band,
     changes: Changes,
 ) -> None:
-    """Writes `out` and `lse`, those of q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D)."""
+    """Writes `out` and `lse`, those of q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv)."""
     if out.numel() == 0:
         return
     # What rows without a key get.
@@ -158,8 +159,12 @@ Results = Iterator[tuple[slice, Tensor, Tensor]]
 
 def _by_pytorch(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, band: Band) -> Results:
     """By PyTorch's kernel, in the dtype of k and v."""
-    batch, heads_q, len_q, head_dim = q.shape
-    heads_kv, len_k = k.shape[1:3]
+    batch, heads_q, len_q = q.shape[:3]
+    heads_kv, len_k, head_dim_v = v.shape[1:]
+    head_dim = max(q.shape[3], head_dim_v)
+    q, k, v = (
+        x if x.shape[3] == head_dim else pad(x, (0, head_dim - x.shape[3])) for x in (q, k, v)
+    )
     # The scale's sign and power of two go into q, which is exact; what is left is in [1, 2).
     mantissa, exponent = math.frexp(softmax_scale)
     q_factor = math.copysign(math.ldexp(1.0, exponent - 1), mantissa) if mantissa else 0.0
@@ -183,7 +188,8 @@ def _by_pytorch(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, band: Ban
         if visible is not None:
             no_key = ~visible.any(-1)
             out, lse = out.masked_fill(no_key[:, None], 0), lse.masked_fill(no_key, -math.inf)
-        yield rows, out.reshape(batch, heads_q, -1, head_dim), lse.reshape(batch, heads_q, -1)
+        out = out[..., :head_dim_v].reshape(batch, heads_q, -1, head_dim_v)
+        yield rows, out, lse.reshape(batch, heads_q, -1)
 
 
 def _formula(
@@ -234,7 +240,7 @@ def backward(
         dtype = dtype if holds_scores else torch.float64
     group = heads_q // heads_kv
     k, v = k.to(dtype), v.to(dtype)
-    dk_sum, dv_sum = torch.zeros(2, *k.shape, dtype=dtype)
+    dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
     sink = None if changes.sink is None else changes.sink.to(dtype).view(1, heads_kv, group, 1)
 
     def take(x: Tensor, rows: slice) -> Tensor:

@@ -1,7 +1,7 @@
 """FlashAttention-3's functions (the module flash_attn_interface, 3.0) on flash_cute's kernels.
 
-Layouts and options are as in flash_attn/flash_attn_interface.py; the order of arguments differs.
-More options:
+Layouts and options are as in flash_attn/flash_attn_interface.py; the order of arguments differs. v
+may have a head dim of its own. More options:
 
     seqused_q, seqused_k        (B,) int32: the rows of each sequence that count
     qv, *_descale, attention_chunk, page_table, rotary_cos, rotary_sin, cu_seqlens_k_new
@@ -48,7 +48,8 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     learnable_sink: Tensor | None = None,
 ) -> Result:
-    """Attention of q (B, Nq, Hq, D) on k and v (B, Nk, Hkv, D). Returns out, as q."""
+    """Attention of q (B, Nq, Hq, D) on k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv). Returns out, (B,
+    Nq, Hq, Dv)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk)
     options = layouts.options_of(
@@ -117,7 +118,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     learnable_sink: Tensor | None = None,
 ) -> Result:
-    """Attention of packed sequences, q (Tq, Hq, D) on k and v (Tk, Hkv, D). Returns out, as q."""
+    """Attention of packed sequences, q (Tq, Hq, D) on k (Tk, Hkv, D) and v (Tk, Hkv, Dv). Returns
+    out, (Tq, Hq, Dv)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk)
     options = layouts.options_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -51,13 +50,14 @@ def forward(
     Parallelism and Work Partitioning", 2023); `flash_cute.reference` spells it out.
 
     Args:
-        q: (B, Hq, Nq, D), fp16 or bf16 on a GPU of compute capability 8.0 or newer; on the CPU fp32
-            and fp64 too. Any strides and storage offset. D is 1 to 1024, on a GPU with gradients 1
-            to 256. Nq is at most 2**30 - 2**12.
+        q: (B, Hq, Nq, D), fp16, bf16 or fp32, on a GPU of compute capability 8.0 or newer or on the
+            CPU, and there fp64 too. Any strides and storage offset. D is 1 to 1024, in fp32 on a
+            GPU 1 to 256. Nq is at most 2**30 - 2**12.
         k: (B, Hkv, Nk, D), of q's dtype and device. Hq must be a multiple of Hkv: query head h
             reads head h // (Hq // Hkv) of k and v (grouped-query and multi-query attention; nothing
             is repeated in memory).
-        v: as k.
+        v: (B, Hkv, Nk, Dv), of k's dtype and device. Dv may differ from D, within the same limits;
+            v may be a slice of k.
         is_causal: query i sees only the keys j <= i + Nk - Nq (aligned to the bottom right corner;
             PyTorch's SDPA aligns to the top left, which is the same where Nq = Nk).
         softmax_scale: any finite number; 1 / sqrt(D) if None.
@@ -79,15 +79,16 @@ def forward(
             `torch.are_deterministic_algorithms_enabled()` when they are computed. That takes longer
             on a GPU, where otherwise q's gradient is summed in any order; those of k and v, and on
             the CPU all, are always the same.
-        out: a tensor of q's shape, dtype and device, which is written and returned. Not where
+        out: (B, Hq, Nq, Dv), of q's dtype and device, which is written and returned. Not where
             gradients are asked for.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
             Ampere on) or "sm90" (on Hopper alone, where they are the default).
 
     Returns:
-        out: q's shape and dtype, with the strides of `torch.empty_like(q)`: dense, its dimensions
-            in the order in which q's lie in memory. So a projection (B, N, H, D), transposed to
-            (B, H, N, D), comes back ready to be viewed as (B, N, H * D).
+        out: (B, Hq, Nq, Dv), of q's dtype, with the strides of `torch.empty_like(q)` if Dv = D:
+            dense, its dimensions in the order in which q's lie in memory (if Dv differs from D, Dv
+            innermost). So for a projection (B, N, H, D), transposed to (B, H, N, D), it is ready to
+            be viewed as (B, N, H * Dv).
         softmax_lse: (B, Hq, Nq), fp32, contiguous: the natural logarithm of the sum of the
             exponentials of a row's scores, as the softmax sees them; of the sink, too.
 
@@ -100,14 +101,15 @@ def forward(
     Raises:
         TypeError: an argument's type or dtype is not one of those above.
         ValueError: shapes or devices do not go together, the scale is NaN or infinite, the softcap
-            is too, or below 0, a side of the window is below -1, alibi_slopes requires a gradient,
-            or out is given where one is asked for, or the GPU is too old, or not one that runs
-            `arch`.
+            is too in float32, or below 0, a side of the window is below -1, alibi_slopes requires a
+            gradient, or out is given where one is asked for, or the GPU is too old, or not one that
+            runs `arch`.
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
-            of `arch` were not built, or cannot read these tensors or take this scale.
-        NotImplementedError: an input carries a forward-mode tangent, or a gradient is asked for on
-            a GPU and D is above 256. Taking a second derivative raises it, too.
+            of `arch` were not built, or cannot read these tensors or take this dtype or scale.
+        NotImplementedError: an input carries a forward-mode tangent. Or on a GPU bias requires a
+            gradient, and q is in fp32 or D or Dv above 256. Taking a second derivative raises it,
+            too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are
@@ -191,7 +193,7 @@ def forward_varlen(
     Args:
         q: (T, Hq, D), the queries of all sequences; otherwise as those of `forward`.
         k: (Tk, Hkv, D).
-        v: as k.
+        v: (Tk, Hkv, Dv).
         cu_seqlens_q: (B + 1,), int32, on q's device: sequence b has the rows of q from
             cu_seqlens_q[b] to below cu_seqlens_q[b + 1]. The first is 0; none is below the one
             before; equal ones are an empty sequence. int64 is converted.
@@ -206,7 +208,7 @@ def forward_varlen(
             in `forward`, with the lengths of each sequence in place of Nq and Nk.
 
     Returns:
-        out: (T, Hq, D), as `forward`'s.
+        out: (T, Hq, Dv), as `forward`'s.
         softmax_lse: (Hq, T), fp32, contiguous.
 
         A row of q that no sequence has, beyond the last or beyond seqused_q, has out = 0 and
@@ -331,7 +333,7 @@ def _is_ordinary(
         and all(side is None or (type(side) is int and side >= -1) for side in window)
         and type(arguments["is_causal"]) is bool
         and (softmax_scale is None or type(softmax_scale) is float)
-        and (softcap is None or (type(softcap) in (float, int) and 0 <= softcap < math.inf))
+        and (softcap is None or (type(softcap) in (float, int) and options.is_softcap(softcap)))
         and (slopes is None or not slopes.requires_grad)
         and arguments["out"] is arguments["deterministic"] is arguments["arch"] is None
         and forward_ad._current_level < 0
@@ -381,8 +383,8 @@ def _refusal(
         or options.refusal_of_window(arguments["window_size"])
         or options.refusal_of_softcap(softcap)
         or options.refusal_of_tensors(q, k, tensors)
-        or (None if out is None else options.refusal_of_out(q, out))
-        or options.refusal_of_gradients(q, given, out)
+        or (None if out is None else options.refusal_of_out(q, v, out))
+        or options.refusal_of_gradients(q, v, given, out)
         or checks.refusal_of_derivatives(given)
     )
     if error is not None or _is_dynamo_compiling() or not options.looks_at_values():

@@ -37,6 +37,15 @@ def refuse(**options: Any) -> None:
         raise NotImplementedError(f"{name} is {shown}: {instead}")
 
 
+def check_head_dims(q: Tensor, v: Tensor) -> None:
+    """Raises a ValueError if they differ: FlashAttention-2 has one, other functions take two."""
+    if q.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"v has head dim {v.shape[-1]} and q has {q.shape[-1]}: FlashAttention-2's must be "
+            "equal; call flash_cute.forward, or flash_cute.flash_attn_interface"
+        )
+
+
 def options_of(
     causal: bool,
     softmax_scale: float | None,

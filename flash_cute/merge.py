@@ -17,7 +17,7 @@ def merge(
     or `forward_varlen` returned for the same q and each part of k and v.
 
     Args:
-        outs: of each part, (B, H, N, D) or packed (T, H, D), of one shape and dtype.
+        outs: of each part, (B, H, N, Dv) or packed (T, H, Dv), of one shape and dtype.
         lses: of each part, (B, H, N) or packed (H, T), fp32 (or fp64), natural logarithms. A row
             of -inf saw no key of its part, and its `out` does not matter.
         learnable_sink: (H,), as `forward` takes it. Give it here alone, as it counts once.
@@ -77,7 +77,7 @@ def _refusal(
     shape = outs[0].shape
     if len(shape) not in (3, 4):
         return ValueError(
-            f"outs[0] has shape {tuple(shape)}: it must be (B, H, N, D) or packed (T, H, D)"
+            f"outs[0] has shape {tuple(shape)}: it must be (B, H, N, Dv) or packed (T, H, Dv)"
         )
     lse_shape = shape[:3] if len(shape) == 4 else torch.Size((shape[1], shape[0]))
     for name, parts, wanted in (("outs", outs, shape), ("lses", lses, lse_shape)):

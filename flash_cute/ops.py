@@ -63,7 +63,7 @@ bwd = torch.ops.flash_cute.bwd.default
 
 class TileOfAnyArch(TypedDict):
     arch: str
-    op: str  #: fwd or bwd
+    op: str  #: fwd, bwd or dq; on sm80 fwd_fp32 and bwd_fp32 as well
     mask: str  #: full, banded, any or none: the calls without split-KV that it serves
     head_dim: int  #: serves head dims of q and k up to this one
     head_dim_v: int  #: and of v
@@ -85,6 +85,10 @@ class Tile(TileOfAnyArch, total=False):
     k_columns: int  #: of a chunk of K, which has all of a block's keys; 0: there are no chunks
     v_keys: int  #: of a chunk of V
     v_columns: int  #: likewise
+    # sm80's backward above head dim 256, and in fp32.
+    columns: int  #: of a gradient in a tile
+    chunk_columns: int  #: of a chunk of the operands of S and dP
+    chunk_rows: int  #: of a chunk of what is summed
     # sm90's forward only.
     split_kv: int  #: 1 if it serves split-KV, else 0
     packed: int  #: 1 if it serves packed and padded sequences, else 0
@@ -100,10 +104,12 @@ class BuildInfo(TypedDict):
     cuda_runtime: int  #: as CUDA counts: 13000 is 13.0
     max_length: int  #: sequence lengths are at most this
     max_head_dim: int  #: head dims are at most this
-    max_head_dim_bwd: int  #: those of gradients on GPUs
+    max_head_dim_dbias: int  #: those of calls with a gradient of a bias, on GPUs
+    max_head_dim_fp32: int  #: those of fp32 on GPUs
     archs: list[str]
     head_dims: list[int]
-    large_head_dims: list[int]  #: of sm80's forward alone
+    large_head_dims: list[int]  #: of sm80 alone
+    fp32_head_dims: list[int]  #: of sm80 in fp32
     left_out: str  #: what FLASH_CUTE_HEAD_DIMS and FLASH_CUTE_ARCHS left out
     tiles: list[Tile]
 
@@ -115,7 +121,7 @@ def build_info() -> BuildInfo:
 
 def tiles_for(smem_limit: int, op: str = "fwd") -> list[Tile]:
     """The sm80 entries of an op for a device that gives a CTA `smem_limit` bytes of shared memory,
-    one for each head dim.
+    one for each pair of head dims.
     """
     tiles = cast("list[Tile]", json.loads(torch.ops.flash_cute.tiles_for(smem_limit)))
     return [tile for tile in tiles if tile["op"] == op]

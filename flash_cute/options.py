@@ -105,13 +105,18 @@ def lengths_of(x: Any) -> Any:
     return x.to(torch.int32) if isinstance(x, Tensor) and x.dtype == torch.int64 else x
 
 
+def is_softcap(number: float) -> bool:
+    """Whether it is 0, or above and normal in float32, as the kernels have it."""
+    return number == 0 or 1.1754943508222875e-38 <= number <= 3.4028234663852886e38
+
+
 def refusal_of_softcap(softcap: Any) -> Exception | None:
     """As `checks.refusal`, of a softcap that is not None."""
     if not checks.is_real(softcap):
         allowed = "a float, an int, or None for none"
         return TypeError(f"softcap is {checks.shown(softcap)}: it must be {allowed}")
-    if not checks.is_finite(softcap) or softcap < 0:
-        allowed = "finite, and 0 (none) or more"
+    if not checks.is_finite(softcap) or not is_softcap(softcap):
+        allowed = "finite in float32, and 0 (none) or more"
         return ValueError(f"softcap is {checks.shown(softcap)}: it must be {allowed}")
     return None
 
@@ -140,7 +145,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def refusal_of_gradients(
-    q: Tensor, tensors: dict[str, Tensor | None], out: Any
+    q: Tensor, v: Tensor, tensors: dict[str, Tensor | None], out: Any
 ) -> Exception | None:
     """As `checks.refusal`, of tensors that ask for a gradient where there is none."""
     if not torch.is_grad_enabled():
@@ -150,7 +155,7 @@ def refusal_of_gradients(
             continue
         if name == "alibi_slopes":
             return ValueError(f"{name} requires a gradient, and there is none; detach it")
-        if (error := checks.refusal_of_gradient(q)) is not None:
+        if name == "bias" and (error := checks.refusal_of_bias_gradient(q, v)) is not None:
             return error
         if out is not None:
             return ValueError(
@@ -160,12 +165,12 @@ def refusal_of_gradients(
     return None
 
 
-def refusal_of_out(q: Tensor, out: Any) -> Exception | None:
+def refusal_of_out(q: Tensor, v: Tensor, out: Any) -> Exception | None:
     """As `checks.refusal`, of an `out` that is not None."""
     if not isinstance(out, Tensor):
         return TypeError(f"out is a {type(out).__name__}: it must be a torch.Tensor or None")
-    if out.shape != q.shape:
-        return _wrong_shape("out", out, f"q's, {tuple(q.shape)}")
+    if out.shape != checks.out_shape(q, v):
+        return _wrong_shape("out", out, f"{checks.out_shape(q, v)}: q's, with v's head dim")
     if out.dtype != q.dtype:
         dtypes = f"out is {checks.name_of(out.dtype)} and q is {checks.name_of(q.dtype)}"
         return TypeError(f"{dtypes}: they must have the same dtype")

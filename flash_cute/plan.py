@@ -42,7 +42,7 @@ DEVICES = {
     "rtx5090": Device(120, 170, 96 * MB, 99 * KB),
     "b200": Device(100, 148, 132_644_864, 227 * KB),
 }
-DTYPES = ("fp16", "bf16")
+DTYPES = ("fp16", "bf16", "fp32")
 #: Name, default (a number, or the size that it is equal to), and what it is.
 SIZES = (
     ("B", 1, "batch size"),
@@ -55,7 +55,7 @@ SIZES = (
 )
 
 KERNEL = (
-    ("kernel", "{arch} for head dims up to {head_dim}, mask: {kernel_mask}"),
+    ("kernel", "{arch} for head dims up to {head_dim} (v: {head_dim_v}), mask: {kernel_mask}"),
     ("tile", "{block_m} queries x {block_n} keys, {warps} warps, {walks} in memory: {stages}"),
     ("shared memory", "{smem_bytes:,} bytes a CTA, CTAs of a multiprocessor: {ctas_per_sm}"),
 )
@@ -81,8 +81,8 @@ BACKWARD = (
 )
 #: What else the answer has of the tile's entry. Not for people.
 UNSEEN = {
-    *("op", "mask", "head_dim_v", "column_warps", "max_registers", "split_kv", "q_stages"),
-    *("k_columns", "v_keys", "v_columns"),
+    *("op", "mask", "column_warps", "max_registers", "split_kv", "q_stages"),
+    *("k_columns", "v_keys", "v_columns", "columns"),
     *("ping_pong", "producer_registers", "consumer_registers", "rows_per_query"),
 }
 
@@ -134,8 +134,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"Not served: {str(error).splitlines()[0]}")
         return 1
     rows = [("call", _call(args)), ("GPU", _gpu(gpu_name, device)), *description(answer)]
-    if args.Dv != args.D:
-        rows.append(("not yet", "forward takes no v with a head dim of its own"))
     width = max(len(row[0]) for row in rows)
     for title, text in rows:
         print(f"{title:{width}}  {text}")
@@ -168,6 +166,7 @@ def request(args: argparse.Namespace, device: Device) -> str:
         "window_right": window_right,
         "backward": int(args.backward),
         "deterministic": int(args.deterministic),
+        "is_fp32": int(args.dtype == "fp32"),
         **vars(device),
     }
     return ",".join(f"{name}={value}" for name, value in items.items())
@@ -179,8 +178,8 @@ def description(answer: dict[str, Any]) -> list[tuple[str, str]]:
     rest = {key: value for key, value in answer.items() if key not in UNSEEN}
     is_forward = answer.get("op") != "bwd"
     walks = "key blocks" if is_forward else "query blocks"
-    if answer.get("k_columns"):  # of a block
-        walks = "chunks of K or V"
+    if answer.get("k_columns") or answer.get("columns"):  # the large head dims'
+        walks = "chunks of a block"
     names = {**answer, "walks": walks}
     for title, text in FORWARD if is_forward else BACKWARD:
         keys = [key for _, key, _, _ in string.Formatter().parse(text) if key]

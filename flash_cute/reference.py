@@ -1,8 +1,8 @@
 """Attention and its gradients as plain formulas, and the same things block by block: for reading
 and for checking. The kernels compute so, forward and backward.
 
-Shapes are those of `flash_cute.forward`: q (B, Hq, Nq, D), k and v (B, Hkv, Nk, D), out (B, Hq, Nq,
-D), lse (B, Hq, Nq). A gradient has the shape of its tensor.
+Shapes are those of `flash_cute.forward`: q (B, Hq, Nq, D), k (B, Hkv, Nk, D), v (B, Hkv, Nk, Dv),
+out (B, Hq, Nq, Dv), lse (B, Hq, Nq). A gradient has the shape of its tensor.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def attention_backward(
     )
     lengths = seqused_q, seqused_k, key_start
     visible = visible_mask(q.shape[2], k.shape[2], *band, q.device, *lengths)
-    dout = torch.zeros_like(q) if dout is None else dout
+    dout = q.new_zeros(*q.shape[:3], v.shape[3]) if dout is None else dout
     dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse
     dout, dlse = dout.to(dtype), dlse.to(dtype)
     q_heads, k_heads, v_heads = (x.to(dtype) for x in in_use(q, k, v, *lengths))
@@ -197,7 +197,7 @@ def attention_blockwise(
     smallest, largest = torch.finfo(dtype).tiny, torch.finfo(dtype).max
     scale_log2 = min(max(abs(scale) * math.log2(math.e), smallest), largest) if scale != 0 else 1.0
 
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
     for m_begin in range(0, len_q, block_m):
         rows = torch.arange(m_begin, min(m_begin + block_m, len_q), device=q.device)
@@ -208,7 +208,7 @@ def attention_blockwise(
         q_tile = q[:, :, rows]
         row_max = torch.full(q_tile.shape[:3], -math.inf, dtype=dtype, device=q.device)
         row_sum = torch.zeros_like(row_max)
-        weighted_v = torch.zeros_like(q_tile)
+        weighted_v = q.new_zeros(*q_tile.shape[:3], v.shape[3])
         for n_block in reversed(range(first_block, past_last_block)):
             keys = torch.arange(
                 n_block * block_n, min((n_block + 1) * block_n, len_k), device=q.device
@@ -263,7 +263,7 @@ def attention_backward_blockwise(
     len_q, len_k = q.shape[2], k.shape[2]
     scale = scale_of(q, softmax_scale)
     band = band_of(q, k, is_causal, window_left, window_right, diagonal_offset)
-    dout = torch.zeros_like(q) if dout is None else dout
+    dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if dlse is None else dlse
     # The query heads that share a head of k and v stand in a dimension of their own.
     group = (k.shape[1], -1) if k.shape[1] > 0 else (0, 1)

@@ -127,7 +127,7 @@ def compare_gradients(
     """As `compare`, of (dq, dk, dv), and of dsink and dbias if sink and bias are given. The
     arguments are those of `reference.attention_backward`."""
     scale = scale_of(q, softmax_scale)
-    dout = torch.zeros_like(q) if dout is None else dout
+    dout = q.new_zeros(*q.shape[:3], v.shape[3]) if dout is None else dout
     dlse = torch.zeros_like(q[..., 0]).float() if dlse is None else dlse
     sink_size = 0.0
     pairs = []  # of each item, the exact gradients and the rough ones

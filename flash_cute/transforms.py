@@ -24,7 +24,7 @@ def _fwd_fake(
     # This serves meta tensors, too, also where q alone is none.
     if (error := options.refusal_of_op(q, k, v, optional, **_scalars(keywords))) is not None:
         raise error
-    return torch.empty_like(q), q.new_empty(checks.lse_shape(q), dtype=torch.float32)
+    return checks.empty_out(q, v), q.new_empty(checks.lse_shape(q), dtype=torch.float32)
 
 
 @torch.library.register_fake("flash_cute::bwd")
@@ -41,8 +41,8 @@ def _bwd_fake(
     **keywords: Any,
 ) -> tuple[Tensor, ...]:
     error = options.refusal_of_op(q, k, v, optional, **_scalars(keywords))
-    error = error or checks.refusal_of_results(q, out, softmax_lse, dout, dlse)
-    error = error or checks.refusal_of_gradient(q)
+    error = error or checks.refusal_of_results(q, v, out, softmax_lse, dout, dlse)
+    error = error or (checks.refusal_of_bias_gradient(q, v) if bias_grad else None)
     if error is not None:
         raise error
     sink, _, bias, *_ = (*optional, None, None, None)
@@ -55,20 +55,25 @@ def _scalars(keywords: dict[str, Any]) -> dict[str, Any]:
     return {"softcap": keywords["softcap"]} if "softcap" in keywords else {}
 
 
-# For torch.utils.flop_counter, by PyTorch's rule for SDPA: masks spare nothing. The backward has
-# five products where the forward has two.
-def _fwd_flops(q: Tensor, k: Tensor, *others: Any, **keywords: Any) -> int:
+# For torch.utils.flop_counter, by PyTorch's rule for SDPA: masks spare nothing.
+def _scores(q: Tensor, k: Tensor, *others: Any) -> int:
+    """How many there are, of all heads. `others` are those of `ops.OPTIONAL`."""
     len_q, len_k = (x.shape[-2] if x.dim() == 4 else x.shape[0] for x in (q, k))
     scores = len_q * len_k
     if q.dim() == 3:
-        _, _, _, _, cu_seqlens_q, cu_seqlens_k, *_ = others
+        _, _, _, cu_seqlens_q, cu_seqlens_k, *_ = others
         sequences = cu_seqlens_q.shape[0] - 1
         if isinstance(cu_seqlens_q, FakeTensor) or cu_seqlens_q.is_meta:
             scores //= max(1, sequences)  # as of sequences of equal lengths
         else:
             scores = int((cu_seqlens_q.long().diff() * cu_seqlens_k.long().diff()).sum())
-        return 4 * q.shape[1] * scores * q.shape[2]
-    return 4 * q.shape[0] * q.shape[1] * scores * q.shape[3]
+        return q.shape[1] * scores
+    return q.shape[0] * q.shape[1] * scores
+
+
+def _fwd_flops(q: Tensor, k: Tensor, v: Tensor, *others: Any, **keywords: Any) -> int:
+    # Q K^T and P V
+    return 2 * _scores(q, k, *others) * (q.shape[-1] + v.shape[-1])
 
 
 def _bwd_flops(
@@ -82,7 +87,8 @@ def _bwd_flops(
     *others: Any,
     **keywords: Any,
 ) -> int:
-    return _fwd_flops(q, k, v, *others) * 5 // 2
+    # Q K^T, dS K and dS^T Q; dO V^T and P^T dO
+    return 2 * _scores(q, k, *others) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 if torch.ops.flash_cute.fwd not in flop_registry:  # it is where the package is imported again

@@ -28,6 +28,8 @@ CONFIG = {
         *("chunk_stages", "k_columns", "v_keys", "v_columns"),
     ),
     ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),
+    # The backward above head dim 256.
+    ("sm80", "large"): ("columns", "stages", "block_m", "chunk_columns", "chunk_rows"),
     ("sm90", "fwd"): (
         *("head_dim", "head_dim_v", "consumers", "block_n"),
         *("stages", "q_stages", "ping_pong"),
@@ -35,11 +37,13 @@ CONFIG = {
     ("sm90", "bwd"): ("head_dim", "head_dim_v", "consumers", "stages"),
     ("sm90", "dq"): ("head_dim", "head_dim_v", "consumers", "block_n", "k_stages", "v_stages"),
 }
+CONFIG["sm80", "fwd_fp32"] = CONFIG["sm80", "fwd"]
+CONFIG["sm80", "large_fp32"] = CONFIG["sm80", "large"]
 #: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV. In
 #: the end the kind of mask.
 MANGLED = re.compile(
-    r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq)Kernel\S*?(Fwd|Bwd|Dq)ConfigSm[89]0E((?:L[ib]\d+E)+)(?:EELb(1)E)?"
-    r"\S*?MaskKindE(\d)"
+    r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq|LargeBwd)Kernel\S*?(Fwd|Large|Bwd|Dq)(?:Bwd)?ConfigSm[89]0E"
+    r"((?:L[ib]\d+E)+)(?:EELb(1)E)?\S*?(?:MaskKind|Gradient)E(\d)"
 )
 #: As MaskKind numbers them.
 MASKS = ("full", "banded", "packed", "scored")
@@ -115,10 +119,17 @@ class Kernel:
         return self.name
 
 
+def op_of(entry: dict[str, Any]) -> str:
+    """Of an entry of the tile table: its op, but "large" of the backward above head dim 256, and
+    "large_fp32" of fp32's."""
+    op = str(entry["op"])
+    return op.replace("bwd", "large") if "columns" in entry else op
+
+
 def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
     """Of an entry of the tile table what `Kernel.tile` has of a kernel."""
-    arch, op = entry["arch"], entry["op"]
-    if op == "fwd" and arch == "sm80":
+    arch, op = entry["arch"], op_of(entry)
+    if op.startswith("fwd") and arch == "sm80":
         row_warps = entry["warps"] // entry["column_warps"]
         is_chunked = entry["k_columns"] > 0
         entry = {**entry, "row_warps": row_warps, "chunk_stages": is_chunked * entry["stages"]}
@@ -137,10 +148,12 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
     found = []
     for name, text in functions_by_code()[code]:
         mangled = MANGLED.search(name)
-        if mangled and mangled[1].lower() == op:
+        fp32 = "_fp32" if "Fp32FwdTraits" in name or "DTypeE2E" in name else ""
+        if mangled and mangled[1].lower() + fp32 == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
-            is_split_kv, mask = mangled[3] is not None, MASKS[int(mangled[4])]
+            is_split_kv = mangled[3] is not None
+            mask = "any" if op.startswith("large") else MASKS[int(mangled[4])]
             found.append(Kernel(name, arch, config, is_split_kv, mask, text, op))
     return found
 

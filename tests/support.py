@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import ops, tolerance
+from flash_cute import checks, ops, tolerance
 
 _GPU = pytest.mark.gpu
 _OTHER = (_GPU, pytest.mark.other_kernels)
@@ -30,6 +30,7 @@ BACKENDS = [
     pytest.param("cpu", torch.bfloat16, id="cpu-bf16"),
     pytest.param("cuda", torch.float16, id="cuda-fp16", marks=_GPU),
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=_GPU),
+    pytest.param("cuda", torch.float32, id="cuda-fp32", marks=_GPU),
 ]
 ONE_BACKEND_EACH = [BACKENDS[0], BACKENDS[5]]
 #: These, and the kernels that a GPU which runs both sm80's and sm90's does not get by default.
@@ -38,7 +39,7 @@ ALL_KERNELS = [
     pytest.param("cuda", torch.float16, id="cuda-fp16-other", marks=_OTHER),
     pytest.param("cuda", torch.bfloat16, id="cuda-bf16-other", marks=_OTHER),
 ]
-ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, ALL_KERNELS[-1]]
+ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, BACKENDS[6], ALL_KERNELS[-1]]
 #: For tests of the GPU alone.
 GPU_KERNELS = pytest.mark.parametrize(
     "kernels", ["default", pytest.param("other", marks=pytest.mark.other_kernels)]
@@ -48,8 +49,22 @@ GPU_KERNELS = pytest.mark.parametrize(
 preferred_arch: str | None = None
 
 HEAD_DIMS = [1, 3, 8, 20, 32, 40, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 256]
-#: Those without a gradient on GPUs.
+#: Those in which operands come in chunks, on sm80's kernels, and without fp32.
 LARGE_HEAD_DIMS = [257, 320, 384, 385, 512, 513, 640, 768, 1000, 1024]
+#: (D, Dv): either the greater, in one bucket or in two, not whole chunks, V in a small part of the
+#: bucket's columns.
+HEAD_DIM_PAIRS = [
+    *((64, 40), (40, 64), (192, 128), (128, 72), (72, 128), (20, 5), (1, 96), (100, 3)),
+    *((128, 8), (8, 128), (256, 64), (64, 256), (200, 136)),
+]
+#: Likewise.
+LARGE_HEAD_DIM_PAIRS = [(576, 512), (64, 512), (512, 64), (320, 1000), (1024, 8), (8, 1024)]
+
+
+def serves_large_head_dims(device: str, dtype: torch.dtype) -> bool:
+    return checks.max_head_dim(device, dtype) > 256
+
+
 #: (Nq, Nk): around the tiles' sizes, ragged, longer on either side.
 LENGTHS = [
     *((n, n) for n in (1, 63, 64, 65, 127, 128, 129, 300)),
@@ -97,6 +112,7 @@ def random_inputs(
     *,
     heads_kv: int | None = None,
     len_k: int | None = None,
+    head_dim_v: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,
@@ -104,8 +120,9 @@ def random_inputs(
     """Random normal q, k, v, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     shape_q = (batch, heads_q, len_q, head_dim)
-    shape_kv = (batch, heads_kv or heads_q, len_q if len_k is None else len_k, head_dim)
-    q, k, v = (torch.randn(s, generator=generator) for s in (shape_q, shape_kv, shape_kv))
+    shape_k = (batch, heads_kv or heads_q, len_q if len_k is None else len_k, head_dim)
+    shape_v = (*shape_k[:3], head_dim_v or head_dim)
+    q, k, v = (torch.randn(s, generator=generator) for s in (shape_q, shape_k, shape_v))
     return q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
 
 
@@ -181,6 +198,7 @@ def random_call(
     dice = random.Random(seed)
     least, most, some = (257, 1024, LARGE_HEAD_DIMS) if large else (1, 256, HEAD_DIMS)
     head_dim = dice.choice([dice.randint(least, most), dice.choice(some)])
+    head_dim_v = dice.choice([head_dim, dice.randint(1, most), dice.choice(HEAD_DIMS)])
     heads_kv, group = dice.randint(1, 3), dice.choice([1, 1, 2, 3, 5, 8])
     len_q = dice.choice([1, dice.randint(2, 20), dice.randint(20, 140), dice.randint(100, 330)])
     len_k = dice.choice([dice.randint(0, 5), dice.randint(1, 140), dice.randint(100, 420), len_q])
@@ -188,7 +206,8 @@ def random_call(
         poisoned(x, **dice.choice([{}, *LAYOUTS.values()]))
         for x in random_inputs(
             *(dice.choice([1, 1, 2]), heads_kv * group, len_q, head_dim),
-            heads_kv=heads_kv, len_k=len_k, dtype=dtype, device=device, seed=seed,
+            heads_kv=heads_kv, len_k=len_k, head_dim_v=head_dim_v,
+            dtype=dtype, device=device, seed=seed,
         )
     ]  # fmt: skip
     for i in range(3):
@@ -303,8 +322,11 @@ def check(
     with nan_in_new_memory():
         options = {"arch": arch, "smem_limit": smem_limit, "splits": splits, **band}
         out, lse = run(q, k, v, is_causal, softmax_scale, **options)
-    assert out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
-    assert out.stride() == torch.empty_like(q).stride()
+    assert out.shape == (*q.shape[:3], v.shape[3])
+    assert out.dtype == q.dtype and out.device == q.device
+    # q's order of dimensions; where the head dims differ, v's lies innermost.
+    like = q if q.shape[3] == v.shape[3] else q[..., :1].expand(out.shape)
+    assert out.stride() == torch.empty_like(like).stride()
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32 and lse.device == q.device
     assert lse.is_contiguous()
     result = tolerance.compare(out, lse, q, k, v, is_causal, softmax_scale, **band)
@@ -329,7 +351,8 @@ def check_gradients(
     a row sees no key. Returns (dq, dk, dv)."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     if dout is None and dlse is None:
-        dout, dlse = (torch.randn(shape, device=q.device) for shape in (q.shape, q.shape[:3]))
+        shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3])
+        dout, dlse = (torch.randn(shape, device=q.device) for shape in shapes)
         dout = poisoned(dout.to(q.dtype))
     with nan_in_new_memory():
         tuning = {"smem_limit": smem_limit, "head_splits": head_splits}

@@ -31,7 +31,8 @@ def fresh_compiler():
 
 
 def inputs(batch=2, heads_kv=2, len_k=11, dtype=torch.float32, requires_grad=True):
-    qkv = random_inputs(batch, 4, 7, 8, heads_kv=heads_kv, len_k=len_k, dtype=dtype)
+    sizes = {"heads_kv": heads_kv, "len_k": len_k, "head_dim_v": 12}
+    qkv = random_inputs(batch, 4, 7, 8, **sizes, dtype=dtype)
     return [x.requires_grad_(requires_grad) for x in qkv]
 
 
@@ -82,7 +83,8 @@ def test_opcheck(device, dtype, sample):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_of_gradients_are_as_promised(layout):
     q, k, v = (poisoned(x, **LAYOUTS[layout]) for x in inputs(requires_grad=False))
-    arguments = (q, q, k, v, *flash_cute.forward(q, k, v))
+    out, lse = flash_cute.forward(q, k, v)
+    arguments = (out, q, k, v, out, lse)
     fake = FakeTensorMode()
     promised = ops.bwd(*map(fake.from_tensor, arguments))
     for a, b, x in zip(promised[:3], ops.bwd(*arguments)[:3], (q, k, v), strict=True):
@@ -308,7 +310,9 @@ def test_operations_are_counted():
         result = loss(*qkv)
         forward = counter.get_total_flops()
         result.backward()
-    assert forward == 4 * 2 * 4 * 7 * 11 * 8 and counter.get_total_flops() == 3.5 * forward
+    scores = 2 * 4 * 7 * 11
+    assert forward == 2 * scores * (8 + 12)
+    assert counter.get_total_flops() == forward + 2 * scores * (3 * 8 + 2 * 12)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -336,15 +340,26 @@ def test_checkpoints(compiled, monkeypatch):
         assert len(runs) == forwards
 
 
-def test_large_head_dims_have_no_gradient_on_gpus():
-    """The CPU has it: test_backward.py. Nothing is launched: these tensors have no memory."""
+@pytest.mark.parametrize(
+    "head_dim, dtype, why",
+    [(320, torch.float16, "q has head dim 320"), (64, torch.float32, "q is float32")],
+)
+def test_biases_without_gradient_on_gpus(head_dim, dtype, why):
+    """The CPU has it. Nothing is launched: these tensors have no memory."""
     with FakeTensorMode():
-        q = torch.empty(1, 2, 5, 320, device="cuda", dtype=torch.float16, requires_grad=True)
-        for call in (flash_cute.forward, ops.fwd):
-            with pytest.raises(NotImplementedError, match="q has head dim 320 and a gradient"):
-                call(q, q, q)
+        q = torch.empty(1, 2, 5, head_dim, device="cuda", dtype=dtype)
+        bias = torch.empty(1, 2, 5, 5, device="cuda", requires_grad=True)
+        lse = torch.empty(1, 2, 5, device="cuda")
+        calls = (
+            lambda: flash_cute.forward(q, q, q, bias=bias),
+            lambda: ops.fwd(q, q, q, None, None, bias),
+        )
+        for call in calls:
+            with pytest.raises(NotImplementedError, match=f"bias requires a gradient and {why}"):
+                call()
             with torch.no_grad():
-                assert call(q, q, q)[0].shape == q.shape
-        q = q.detach()
-        with pytest.raises(NotImplementedError, match="none above head dim 256"):
-            ops.bwd(q, q, q, q, q, torch.empty(1, 2, 5, device="cuda"))
+                assert call()[0].shape == q.shape
+        args = q, q, q, q, q, lse, None, None, None, bias.detach()
+        assert ops.bwd(*args)[0].shape == q.shape
+        with pytest.raises(NotImplementedError, match=f"bias requires a gradient and {why}"):
+            ops.bwd(*args, bias_grad=True)

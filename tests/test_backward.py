@@ -11,6 +11,7 @@ import torch
 from support import (
     BACKENDS,
     BANDS,
+    HEAD_DIM_PAIRS,
     LAYOUTS,
     LENGTHS,
     check_gradients,
@@ -19,6 +20,7 @@ from support import (
     random_call,
     random_inputs,
     rising_inputs,
+    serves_large_head_dims,
 )
 
 import flash_cute
@@ -27,7 +29,7 @@ from flash_cute import ops, reference, tolerance
 F64 = torch.float64
 BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 ALL = pytest.mark.parametrize("device, dtype", BACKENDS)
-SOME = pytest.mark.parametrize("device, dtype", [BACKENDS[0], BACKENDS[3], BACKENDS[5]])
+SOME = pytest.mark.parametrize("device, dtype", [BACKENDS[0], *BACKENDS[3:7:2], BACKENDS[6]])
 
 
 @BOTH_MASKS
@@ -39,10 +41,24 @@ def test_head_dims_and_dtypes(device, dtype, head_dim, is_causal):
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_head_dims_on_the_cpu(dtype, is_causal):
-    for head_dim in (257, 1024):
-        inputs = random_inputs(1, 4, 65, head_dim, heads_kv=2, len_k=93, dtype=dtype)
+@pytest.mark.parametrize("head_dim, head_dim_v", HEAD_DIM_PAIRS)
+@SOME
+def test_head_dims_of_v(device, dtype, head_dim, head_dim_v, is_causal):
+    sizes = {"heads_kv": 2, "len_k": 193, "head_dim_v": head_dim_v}
+    for len_q in (65, 300):
+        q, k, v = random_inputs(2, 4, len_q, head_dim, **sizes, dtype=dtype, device=device)
+        check_gradients(*map(poisoned, (q, k, v)), is_causal)
+        check_gradients(q, k, k[..., :head_dim_v], is_causal, head_splits=2)
+
+
+@BOTH_MASKS
+@ALL
+def test_large_head_dims(device, dtype, is_causal):
+    if not serves_large_head_dims(device, dtype):
+        pytest.skip("refused (test_compile.py)")
+    for head_dim, head_dim_v in ((257, 257), (500, 64), (1024, 1024), (64, 320)):
+        sizes = {"heads_kv": 2, "len_k": 193, "head_dim_v": head_dim_v}
+        inputs = random_inputs(1, 4, 165, head_dim, **sizes, dtype=dtype, device=device)
         check_gradients(*map(poisoned, inputs), is_causal)
 
 
@@ -206,7 +222,8 @@ def test_what_is_saved():
 @pytest.mark.parametrize("seed", range(24))
 @ALL
 def test_random_calls(device, dtype, seed):
-    inputs, call = random_call(seed, dtype, device)
+    large = seed % 6 == 5 and serves_large_head_dims(device, dtype)
+    inputs, call = random_call(seed, dtype, device, large=large)
     check_gradients(*inputs, **call)
 
 
@@ -258,6 +275,7 @@ def test_wrong_arguments_of_the_op():
         ({"dlse": lse[..., None]}, ValueError, "dlse has shape"),
         ({"out": out.to("meta")}, ValueError, "out is on meta and q on cpu"),
         ({"k": k[..., :3]}, ValueError, "k has head dim 3"),
+        ({"v": v[..., :3]}, ValueError, r"out has shape \(1, 2, 5, 8\): it must be .*5, 3\)"),
     ):
         arguments = {"dout": out, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": lse}
         with pytest.raises(error, match=message):

@@ -241,7 +241,7 @@ def test_traces_refuse_what_forward_refuses(device, dtype):
     assert_same(traced(q, k, v), flash_cute.forward(q, k, v, True))
     wrong = {
         "heads": (q, k, v.transpose(1, 2)),
-        "head dim": (q, k, v.transpose(2, 3)),
+        "head dim": (q, k.transpose(2, 3), v),
         "batch size": (q, k.reshape(1, 4, 8, 16), v.reshape(1, 4, 8, 16)),
         "multiple": (q[:, :3], k, v),
         "float": (q, k.double(), v),
@@ -287,7 +287,8 @@ def test_operations_are_counted(mode):
     with mode(), FlopCounterMode(display=False) as counter:
         flash_cute.forward(q, k, k)
         flash_cute.forward(q, k, k, True)
-    assert counter.get_total_flops() == 2 * (4 * 2 * 6 * 33 * 50 * 16)
+        flash_cute.forward(q, k, k[..., :8])
+    assert counter.get_total_flops() == 2 * (4 * 2 * 6 * 33 * 50 * 16) + 2 * 2 * 6 * 33 * 50 * 24
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         flash_cute.forward(*torch.empty(3, 1, 2, 64, 32, device="cuda", dtype=torch.float16))
     assert counter.get_total_flops() == 4 * 2 * 64 * 64 * 32
@@ -300,6 +301,8 @@ OP_SAMPLES = {
     "window": ({"len_k": 40}, {"window_left": 5, "window_right": 3, "diagonal_offset": 2}),
     "grouped heads": ({"heads_kv": 1}, {}),
     "odd head dim": ({"head_dim": 5}, {}),
+    "v's head dim": ({"head_dim_v": 24}, {}),
+    "odd head dim of v": ({"head_dim_v": 3}, {"window_right": 0}),
     "no key": ({"len_k": 0}, {}),
     "no query": ({"len_q": 0, "len_k": 3}, {}),
     "one query": ({"len_q": 1, "len_k": 30}, {"window_right": 0}),
@@ -316,12 +319,13 @@ def test_opcheck(device, dtype, sample):
     torch.library.opcheck(ops.fwd, inputs, keywords)
 
 
+@pytest.mark.parametrize("head_dim_v", [16, 24])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @SOME_BACKENDS
-def test_opcheck_layouts(device, dtype, layout):
+def test_opcheck_layouts(device, dtype, layout, head_dim_v):
     q, k, v = (
         poisoned(x, **LAYOUTS[layout])
-        for x in random_inputs(2, 3, 33, 16, dtype=dtype, device=device)
+        for x in random_inputs(2, 3, 33, 16, head_dim_v=head_dim_v, dtype=dtype, device=device)
     )
     torch.library.opcheck(ops.fwd, (q, k, v))
     fake = FakeTensorMode()
@@ -337,8 +341,20 @@ def test_fake_gpu_tensors_need_no_gpu():
         assert out.device.type == lse.device.type == "cuda" and lse.dtype == torch.float32
         for arch in ("sm80", "sm90"):
             assert flash_cute.forward(q, q, q, arch=arch)[0].shape == q.shape
-        with pytest.raises(TypeError, match="q is float32 on cuda"):
-            flash_cute.forward(q.float(), q.float(), q.float())
+        with pytest.raises(TypeError, match="q is float64 on cuda"):
+            flash_cute.forward(q.double(), q.double(), q.double())
+
+
+def test_fp32_of_fake_gpu_tensors():
+    """Up to head dim 256. What is refused is refused before anything runs."""
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 33, 256, device="cuda")
+        assert flash_cute.forward(q, q, q)[0].dtype == torch.float32
+        wide = torch.empty(2, 4, 33, 257, device="cuda")
+        with pytest.raises(ValueError, match=r"q has head dim 257 .* 256 for float32 on GPUs"):
+            flash_cute.forward(wide, wide, wide)
+        lse = torch.empty(2, 4, 33, device="cuda")
+        assert ops.bwd(q, q, q, q, q, lse)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -346,7 +362,7 @@ def test_fake_gpu_tensors_need_no_gpu():
 def test_vmap(device, dtype, is_causal, monkeypatch):
     q, k, v = (
         torch.stack([x, x + 1, x - 1])
-        for x in random_inputs(2, 4, 33, 16, dtype=dtype, device=device)
+        for x in random_inputs(2, 4, 33, 16, head_dim_v=24, dtype=dtype, device=device)
     )
 
     def forward(q, k, v):

@@ -87,7 +87,16 @@ REFUSALS = {
         "q has head dim 1025 .* 1 to 1024",
     ),
     "head dims q, k": ({"k": lambda k: k[..., :8]}, ValueError, "k has head dim 8 .* q has 16"),
-    "head dims q, v": ({"v": lambda v: v[..., :8]}, ValueError, "v has head dim 8 .* q has 16"),
+    "v's head dim 0": (
+        {"v": lambda v: v[..., :0]},
+        ValueError,
+        "v has head dim 0 .* 1 to 1024",
+    ),
+    "v's head dim 1025": (
+        {"v": sized(2, 2, 8, 1025)},
+        ValueError,
+        "v has head dim 1025 .* 1 to 1024",
+    ),
     "batch q, k": ({"k": lambda k: k[:1]}, ValueError, "k has batch size 1 .* q has 2"),
     "batch q, v": ({"v": lambda v: v[:1]}, ValueError, "v has batch size 1 .* q has 2"),
     "batch 1 for 2": ({"q": lambda q: q[:1]}, ValueError, "k has batch size 2 .* q has 1"),
@@ -193,11 +202,11 @@ def test_arch_on_the_cpu(nothing_runs, arch):
 
 
 @pytest.mark.gpu
-def test_fp32_on_a_gpu(nothing_runs):
+def test_fp64_on_a_gpu(nothing_runs):
     with pytest.raises(
-        TypeError, match=r"q is float32 on cuda:0: .* float16 or bfloat16; cast it, or use torch.nn"
+        TypeError, match=r"q is float64 on cuda:0: .* bfloat16 or float32; cast it, or use torch.nn"
     ):
-        flash_cute.forward(**inputs("cuda", **everything(lambda x: x.float())))
+        flash_cute.forward(**inputs("cuda", **everything(lambda x: x.double())))
 
 
 @pytest.mark.gpu

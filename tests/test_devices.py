@@ -23,7 +23,7 @@ def test_arch_of_another_gpu(monkeypatch):
         assert re.match(message, str(checks._refusal_of_arch("sm90", device)))
 
 
-def test_fp32_and_old_gpus(monkeypatch):
+def test_fp64_and_old_gpus(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Old")
@@ -32,9 +32,9 @@ def test_fp32_and_old_gpus(monkeypatch):
     why_not = checks.why_not
     for newer in ((8, 0), (8, 6), (9, 0), (12, 0)):
         capability["value"] = newer
-        assert why_not(device, torch.float16) is None and why_not(device, torch.bfloat16) is None
-    what, message = why_not(device, torch.float32)
-    assert what == "dtype" and "float16 or bfloat16; cast it, or use torch.nn" in message
+        assert all(why_not(device, dtype) is None for dtype in checks.GPU_DTYPES)
+    what, message = why_not(device, torch.float64)
+    assert what == "dtype" and "bfloat16 or float32; cast it, or use torch.nn" in message
     capability["value"] = (7, 5)
     what, message = why_not(device, torch.float16)
     assert (

@@ -110,7 +110,7 @@ def test_train_gpt_ends_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("words", "message"),
     [
         ("--heads 3", "--width 32 is no multiple of --heads 3"),
-        ("--width 514", "a head dim is at most 256"),
+        ("--width 2050", "a head dim is at most 1024"),
         ("--batch 0", "--batch: 0 is not positive"),
         ("--steps 1", "at least 2"),
         ("--lr nan", "--lr nan is not positive"),

@@ -265,6 +265,26 @@ def test_what_is_not_served_raises(
         call(*torch.ones(3, 1, 8, 2, 16), **option)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_head_dims_of_v(device: str) -> None:
+    """FlashAttention-3 has them, FlashAttention-2 does not."""
+    q, k, v = tensors(device, (1, 9, 4, 16), (1, 9, 2, 16), (1, 9, 2, 24))
+    out, lse = flash_cute.forward(*(x.transpose(1, 2) for x in (q, k, v)))
+    right = out.transpose(1, 2), lse
+    check(fa3.flash_attn_func(q, k, v, return_attn_probs=True), right, q, k, v)
+    begins = torch.tensor([0, 4, 9], device=device, dtype=torch.int32)
+    packed = (*(x[0] for x in (q, k, v)), begins, begins, 5, 5)
+    assert fa3.flash_attn_varlen_func(*packed).shape == (9, 4, 24)
+    for call, arguments in (
+        (fa2.flash_attn_func, (q, k, v)),
+        (fa2.flash_attn_varlen_func, packed),
+        (fa2.flash_attn_with_kvcache, (q, k, v)),
+        (fa2_private._flash_attn_forward, (q, k, v, 0.0, None, False)),
+    ):
+        with pytest.raises(ValueError, match=r"v has head dim 24 and q has 16: .*must be equal"):
+            call(*arguments)
+
+
 def test_padding() -> None:
     x = torch.randn(3, 5, 2, 4, requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])

@@ -11,7 +11,9 @@ from support import (
     ALL_KERNELS,
     BANDS,
     DEVICES,
+    HEAD_DIM_PAIRS,
     HEAD_DIMS,
+    LARGE_HEAD_DIM_PAIRS,
     LARGE_HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
@@ -24,6 +26,7 @@ from support import (
     random_inputs,
     rising_inputs,
     run,
+    serves_large_head_dims,
 )
 
 import flash_cute
@@ -36,8 +39,26 @@ SOME_KERNELS = pytest.mark.parametrize("device, dtype", ONE_KERNEL_EACH)
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, *LARGE_HEAD_DIMS])
 @pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_head_dims_and_dtypes(device, dtype, head_dim, is_causal):
+    if head_dim in LARGE_HEAD_DIMS and not serves_large_head_dims(device, dtype):
+        pytest.skip("refused (test_compile.py)")
     inputs = random_inputs(2, 4, 129, head_dim, heads_kv=2, len_k=193, dtype=dtype, device=device)
     check(*map(poisoned, inputs), is_causal)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("head_dim, head_dim_v", [*HEAD_DIM_PAIRS, *LARGE_HEAD_DIM_PAIRS])
+@SOME_KERNELS
+def test_head_dims_of_v(device, dtype, head_dim, head_dim_v, is_causal):
+    """Of its own tensor, and of columns of k. Of few queries, heads share tiles and keys are
+    split."""
+    if max(head_dim, head_dim_v) > 256 and not serves_large_head_dims(device, dtype):
+        pytest.skip("refused (test_compile.py)")
+    sizes = {"heads_kv": 2, "len_k": 193, "head_dim_v": head_dim_v}
+    for len_q in (129, 3):
+        q, k, v = random_inputs(2, 4, len_q, head_dim, **sizes, dtype=dtype, device=device)
+        for splits in (1, 3):
+            check(*map(poisoned, (q, k, v)), is_causal, splits=splits)
+        check(poisoned(q, "bnhd"), k, k[..., -head_dim_v:], is_causal)
 
 
 @BOTH_MASKS
@@ -63,15 +84,17 @@ def test_grouped_heads(device, dtype, heads_q, heads_kv, is_causal):
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("device, dtype", [p for p in ALL_KERNELS if torch.float64 not in p.values])
 def test_random_calls(device, dtype, seed):
-    inputs, call = random_call(seed, dtype, device, large=seed % 6 == 5)
+    large = seed % 6 == 5 and serves_large_head_dims(device, dtype)
+    inputs, call = random_call(seed, dtype, device, large=large)
     check(*inputs, **call)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("device, dtype", ALL_KERNELS)
 def test_sweep(device, dtype):
+    large = LARGE_HEAD_DIMS if serves_large_head_dims(device, dtype) else []
     for head_dim, (len_q, len_k), heads_kv, is_causal in itertools.product(
-        [*HEAD_DIMS, *LARGE_HEAD_DIMS], [*LENGTHS, (1025, 2047), (2048, 511)], (1, 4), (False, True)
+        [*HEAD_DIMS, *large], [*LENGTHS, (1025, 2047), (2048, 511)], (1, 4), (False, True)
     ):
         q, k, v = random_inputs(
             1, 4, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=dtype, device=device

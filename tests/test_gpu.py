@@ -16,7 +16,9 @@ import support
 import torch
 from support import (
     GPU_KERNELS,
+    HEAD_DIM_PAIRS,
     HEAD_DIMS,
+    LARGE_HEAD_DIM_PAIRS,
     LARGE_HEAD_DIMS,
     check,
     gpu_archs,
@@ -106,13 +108,20 @@ def test_tiles_for_small_shared_memory(head_dim, is_causal):
     check(*map(poisoned, inputs), is_causal, smem_limit=SMALL_SHARED_MEMORY)
 
 
+@pytest.mark.parametrize("head_dim, head_dim_v", [*HEAD_DIM_PAIRS, *LARGE_HEAD_DIM_PAIRS])
+def test_head_dims_of_v_for_small_shared_memory(head_dim, head_dim_v):
+    inputs = gpu_inputs(1, 4, 129, head_dim, heads_kv=2, len_k=200, head_dim_v=head_dim_v)
+    for splits in (1, 2):
+        check(*map(poisoned, inputs), True, smem_limit=SMALL_SHARED_MEMORY, splits=splits)
+
+
 def test_tiles_fit_this_gpu():
     limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     for bytes_lent in (limit, SMALL_SHARED_MEMORY):
         tiles = ops.tiles_for(bytes_lent)
         info = ops.build_info()
         built = [*info["head_dims"], *info["large_head_dims"]]
-        assert [tile["head_dim"] for tile in tiles] == built
+        assert list(dict.fromkeys(tile["head_dim"] for tile in tiles)) == built
         assert all(tile["smem_bytes"] <= bytes_lent for tile in tiles)
 
 
@@ -364,10 +373,12 @@ def test_the_first_call_of_a_thread(arch):
     "change, message",
     [
         (lambda q, k, v: (q[0], k, v), "4 dimensions"),
-        (lambda q, k, v: (q.float(), k.float(), v.float()), "float16 or all bfloat16"),
-        (lambda q, k, v: (q, k.half(), v), "float16 or all bfloat16"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), "bfloat16 or all float32"),
+        (lambda q, k, v: (q, k.half(), v), "bfloat16 or all float32"),
         (lambda q, k, v: (q, k, v[:, :, 1:]), "same heads and length"),
-        (lambda q, k, v: (q, k[..., :32], v[..., :32]), "same head dim"),
+        (lambda q, k, v: (q, k[..., :32], v), "same head dim"),
+        (lambda q, k, v: (q, k, v[..., :0]), "v's head dim must be 1 to 1024"),
+        (lambda q, k, v: (q, k, v.repeat(1, 1, 1, 17)), "v's head dim must be 1 to 1024"),
         (lambda q, k, v: (q[:, :3], k, v), "multiple"),
         (lambda q, k, v: (q[:1], k, v), "batch size"),
     ],

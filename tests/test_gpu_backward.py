@@ -9,7 +9,15 @@ import math
 
 import pytest
 import torch
-from support import HEAD_DIMS, check_gradients, gpu_has_sm90, poisoned, random_inputs
+from support import (
+    HEAD_DIM_PAIRS,
+    HEAD_DIMS,
+    LARGE_HEAD_DIMS,
+    check_gradients,
+    gpu_has_sm90,
+    poisoned,
+    random_inputs,
+)
 from test_gpu import launched, needs_memory, peak_memory
 
 import flash_cute
@@ -40,11 +48,19 @@ def causal_gradients(args, **options):
 
 @BOTH_MASKS
 @pytest.mark.parametrize("smem_limit", SHARED_MEMORY.values(), ids=SHARED_MEMORY)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, *LARGE_HEAD_DIMS])
 def test_tiles(head_dim, smem_limit, is_causal):
     for len_q, len_k in ((300, 300), (129, 1000), (700, 200)):
         inputs = gpu_inputs(1, 6, len_q, head_dim, heads_kv=2, len_k=len_k)
         check_gradients(*map(poisoned, inputs), is_causal, smem_limit=smem_limit)
+
+
+@pytest.mark.parametrize("smem_limit", SHARED_MEMORY.values(), ids=SHARED_MEMORY)
+@pytest.mark.parametrize("head_dim, head_dim_v", HEAD_DIM_PAIRS)
+def test_tiles_of_two_head_dims(head_dim, head_dim_v, smem_limit):
+    for len_q, len_k in ((300, 300), (129, 1000)):
+        inputs = gpu_inputs(1, 6, len_q, head_dim, heads_kv=2, len_k=len_k, head_dim_v=head_dim_v)
+        check_gradients(*map(poisoned, inputs), True, smem_limit=smem_limit)
 
 
 @BOTH_MASKS
@@ -79,7 +95,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length, heads_kv", [(128, 4), (1000, 4), (1000, 1)])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 320, 512, 1024])
 def test_repeats_are_bitwise_equal(head_dim, length, heads_kv, mask, other_work, request):
     """dk and dv always; dq too where that is asked for."""
     q, k, v = gpu_inputs(2, 8, length, head_dim, heads_kv=heads_kv)
@@ -127,6 +143,7 @@ def test_kernels_and_nothing_else(deterministic):
         (300, 64, "", of_sums),
         (300, 256, "", 3),
         (100, 64, "", 2),  # one key block: dq is stored at once
+        (300, 320, "", 4),  # a kernel for each gradient
     ):
         options = {"deterministic": deterministic, "tuning": tuning}
         call = functools.partial(
@@ -355,9 +372,10 @@ def test_keys_beyond_2_to_the_31_elements():
     "change, message",
     [
         ({"k": lambda x: x[..., :8]}, "same head dim"),
-        ({"v": lambda x: x.half()}, "q, k and v must be all float16 or all bfloat16"),
+        ({"v": lambda x: x.half()}, "q, k and v must be all float16, all bfloat16 or all float32"),
         ({"k": lambda x: x.cpu()}, "q, k and v must be on the same CUDA device"),
         ({"out": lambda x: x[:, :, 1:]}, "out must have q's shape"),
+        ({"v": lambda x: x[..., :32]}, "out must have q's shape with v's head dim"),
         ({"out": lambda x: x.half()}, "out must be of q's dtype"),
         ({"out": lambda x: x.cpu()}, "out must be on q's device"),
         ({"dout": lambda x: x[..., 1:]}, "dout must have q's shape"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sass
-from sass import Kernel, tile_of
+from sass import Kernel, op_of, tile_of
 
 from flash_cute import ops
 
@@ -30,9 +30,9 @@ SMEM_LIMITS = {
 TARGETS = [
     (code, op)
     for code, arch in ARCHS.items()
-    for op in sorted({tile["op"] for tile in INFO["tiles"] if tile["arch"] == arch})
+    for op in sorted({op_of({**tile}) for tile in INFO["tiles"] if tile["arch"] == arch})
 ]
-DTYPES = 2
+DTYPES = 2  # and one of fp32
 #: Packed sequences and changed scores are further kinds, which sm90's forward has of some entries.
 MASKS = {"any": 2, "full": 1, "banded": 1, "none": 0}
 # What platform.h and hopper.h are to become: ldmatrix, cp.async, the tensor cores, exponentials,
@@ -44,6 +44,15 @@ INSTRUCTIONS = {
         *(r"LDSM\.16\.M88\.4", r"LDSM\.16\.MT88\.4", r"LDGSTS\.E\.BYPASS\S*\.128", "HMMA"),
         *(r"MUFU\.EX2", r"REDG?\.E\.ADD\.F32"),
     ),
+    ("sm80", "large"): (
+        *(r"LDSM\.16\.M88\.4", r"LDSM\.16\.MT88\.4", r"LDGSTS\.E\.BYPASS\S*\.128", "HMMA"),
+        r"MUFU\.EX2",
+    ),
+    ("sm80", "large_fp32"): ("LDSM", "LDGSTS", r"HMMA\.1688\.F32\.TF32", r"MUFU\.EX2"),
+    ("sm80", "fwd_fp32"): (
+        *("LDSM", "LDGSTS", r"HMMA\.1688\.F32\.TF32", r"MUFU\.EX2", r"MUFU\.RCP"),
+        r"STG\.E\.128",
+    ),
     ("sm90", "fwd"): (
         *("UTMALDG", "HGMMA", r"MUFU\.EX2", r"MUFU\.RCP", r"FENCE\.VIEW\.ASYNC", "USETMAXREG"),
         *("STSM", "UTMASTG"),
@@ -54,7 +63,8 @@ INSTRUCTIONS = {
 
 
 def entries_of(code: str, op: str) -> list[dict[str, Any]]:
-    return [{**t} for t in INFO["tiles"] if (t["arch"], t["op"]) == (ARCHS[code], op)]
+    tiles = [{**tile} for tile in INFO["tiles"]]
+    return [tile for tile in tiles if (tile["arch"], op_of(tile)) == (ARCHS[code], op)]
 
 
 def kernels_of(code: str, op: str = "fwd") -> list[Kernel]:
@@ -107,10 +117,14 @@ def test_every_entry_has_its_kernels(
     for entry in entries:
         tile, served = tile_of(entry), MASKS[entry["mask"]]
         served += 2 * ("packed" not in entry)
+        if op_of(entry).startswith("large"):
+            served = 3  # a kernel for each gradient, of any mask
         masks[tile] = masks.get(tile, 0) + served if entry["mask"] != "any" else served
     for entry in entries:
-        masks[tile_of(entry)] += entry.get("split_kv", 0) + 2 * entry.get("packed", 0)
-    expected = {tile: DTYPES * count for tile, count in masks.items()}
+        kinds = 2 if entry["head_dim"] == entry["head_dim_v"] else 1  # packed and scored
+        masks[tile_of(entry)] += entry.get("split_kv", 0) + kinds * entry.get("packed", 0)
+    dtypes = 1 if entries[0]["op"].endswith("fp32") else DTYPES
+    expected = {tile: dtypes * count for tile, count in masks.items()}
     assert Counter(kernel.tile for kernel in kernels) == expected
     split_kv = {kernel.tile for kernel in kernels if kernel.is_split_kv}
     assert split_kv == {tile_of(entry) for entry in entries if entry.get("split_kv")}
@@ -139,7 +153,7 @@ def test_warps_go_together(kernels: list[Kernel]) -> None:
     have in common, each then computes. In a backward one thread may wait for a turn or a flag. In
     dQ's own kernel lanes meet where a consumer skips blocks."""
     for kernel in kernels:
-        allowed = {"fwd": 0, "bwd": 1, "dq": 3}[kernel.op]
+        allowed = {"bwd": 1, "dq": 3}.get(kernel.op, 0)
         if (kernel.op, kernel.mask) == ("bwd", "scored"):
             allowed = 3  # behind the branches of their changes, ahead of the first product each
         assert kernel.arch == "sm80" or kernel.opcodes["WARPSYNC"] <= allowed, kernel
@@ -178,8 +192,8 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
         assert len(counts) == DTYPES * len(tiles)
         assert {count / len(codes) for count in counts.values()} <= {1, 2}
     else:
-        knows_dtypes = kind in ("Combine", "Preprocess")
-        assert len(found) == (DTYPES if knows_dtypes else 1) * len(codes)
+        dtypes = DTYPES + 1 if kind in ("Combine", "Preprocess") else 1
+        assert len(found) == dtypes * len(codes)
 
 
 def test_no_spills(
@@ -192,7 +206,9 @@ def test_no_spills(
     code, op = target
     launched = set(map(tile_of, entries))
     if code in SMEM_LIMITS:
-        launched = {tile_of({**e}) for limit in SMEM_LIMITS[code] for e in ops.tiles_for(limit, op)}
+        of_op = op.replace("large", "bwd")
+        chosen = [{**e} for limit in SMEM_LIMITS[code] for e in ops.tiles_for(limit, of_op)]
+        launched = {tile_of(entry) for entry in chosen if op_of(entry) == op}
     assert launched <= {kernel.tile for kernel in kernels}
     spilling = []
     for kernel in kernels:
@@ -247,7 +263,7 @@ def test_output_leaves_by_tma() -> None:
     for kernel in kernels_of("sm_90a"):
         if kernel.is_split_kv or kernel.mask in ("packed", "scored"):
             continue  # their last rows leave from registers
-        head_dim = kernel.config["head_dim"]
+        head_dim = kernel.config["head_dim_v"]
         columns = 64 if head_dim % 64 == 0 else 32  # of a strip, by 16
         strip = [*["STSM.16.M88.4"] * (columns // 16), fence, "UTMASTG"]
         stores = ["STG", *strip * (head_dim // columns)]

@@ -24,7 +24,7 @@ def test_merge_is_attention_over_all_keys(device, has_sink, is_packed):
     q, k, v = (
         x.requires_grad_()
         for x in random_inputs(
-            1, 4, 40, 16, heads_kv=2, len_k=60, dtype=torch.float16, device=device
+            1, 4, 40, 16, heads_kv=2, len_k=60, head_dim_v=24, dtype=torch.float16, device=device
         )
     )
     sink = torch.randn(4, device=device).requires_grad_() if has_sink else None

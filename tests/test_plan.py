@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -318,18 +319,53 @@ def test_every_head_dim_has_the_smallest_tile_that_serves_it(head_dim: int, gpu:
             assert result["head_dim"] == next(d for d in HEAD_DIMS if d >= head_dim)
 
 
+@pytest.mark.parametrize("head_dim, head_dim_v", [(192, 136), (64, 96), (8, 256), (256, 8)])
+@pytest.mark.parametrize("backward", [0, 1])
+def test_v_of_another_head_dim_has_the_tile_of_the_greater(
+    head_dim: int, head_dim_v: int, backward: int
+) -> None:
+    sizes = 2, 8, 8, 4096, 4096
+    options = {"causal": True, "backward": backward}
+    result = plan("H100", *sizes, head_dim, head_dim_v=head_dim_v, **options)
+    expected = plan("H100", *sizes, max(head_dim, head_dim_v), **options)
+    assert result["arch"] == "sm90"
+    for name in ("head_dim", "block_m", "block_n"):
+        assert result[name] == expected[name]
+    if not backward:  # splits keep V's columns
+        result = plan("H100", 1, 1, 1, 1, 2**17, head_dim, head_dim_v=head_dim_v)
+        assert result["workspace_bytes"] == result["splits"] * (4 * head_dim_v + 8)
+        assert result["splits"] > 1
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(192, 128), (136, 1)])
+def test_some_head_dims_of_v_have_tiles_of_their_own(
+    head_dim: int, head_dim_v: int, gpu: str
+) -> None:
+    for arch in (80, 90) if gpu == "H100" else (80,):
+        for causal, length in itertools.product((FULL, CAUSAL), (300, 4096)):
+            sizes = 2, 8, 8, length, length, head_dim
+            result = plan(gpu, *sizes, head_dim_v=head_dim_v, causal=causal, arch=arch)
+            assert (result["head_dim"], result["head_dim_v"]) == (192, 128)
+            result = plan(gpu, *sizes, head_dim_v=136, causal=causal, arch=arch)
+            assert (result["head_dim"], result["head_dim_v"]) == (192, 192)
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("head_dim", [257, 320, 384, 385, 512, 640, 1024])
-def test_large_head_dims_have_forwards_of_sm80(head_dim: int, gpu: str) -> None:
-    result = plan(gpu, 2, 8, 8, 300, 300, head_dim)
+@pytest.mark.parametrize("backward", [0, 1])
+def test_large_head_dims_have_kernels_of_sm80(head_dim: int, gpu: str, backward: int) -> None:
+    result = plan(gpu, 2, 8, 8, 300, 300, head_dim, backward=backward)
     assert result["arch"] == "sm80"
     assert result["head_dim"] == next(d for d in LARGE_HEAD_DIMS if d >= head_dim)
-    with pytest.raises(RuntimeError, match=r"the head dim is above 256, .* no gradient"):
-        plan(gpu, 2, 8, 8, 300, 300, head_dim, backward=1)
+    if backward:  # the statistics alone need memory
+        assert (result["dq_by"], result["head_splits"]) == ("own kernel", 1)
+        assert (result["m_blocks"], result["n_blocks"], result["ctas"]) == (3, 5, 2 * 8 * 5)
+        assert result["workspace_bytes"] == 2 * 8 * 3 * 128 * 8
     if gpu == "H100":
         assert result["why_not_sm90"] == "the head dim is above 256"
         with pytest.raises(RuntimeError, match=r"arch is 'sm90', but .* the head dim is above 256"):
-            plan(gpu, 2, 8, 8, 300, 300, head_dim, arch=90)
+            plan(gpu, 2, 8, 8, 300, 300, head_dim, arch=90, backward=backward)
 
 
 def test_requests_that_no_call_makes() -> None:

@@ -19,7 +19,7 @@ F64 = torch.float64
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_formula_is_pytorchs(is_causal):
-    q, k, v = random_inputs(2, 4, 50, 16, heads_kv=2, dtype=F64)
+    q, k, v = random_inputs(2, 4, 50, 16, heads_kv=2, head_dim_v=24, dtype=F64)
     out, lse = reference.attention(q, k, v, is_causal, 0.3)
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=is_causal, scale=0.3, enable_gqa=True
@@ -34,7 +34,7 @@ def test_formula_is_pytorchs(is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("len_q, len_k", LENGTHS)
 def test_blockwise_is_the_formula(len_q, len_k, is_causal):
-    q, k, v = random_inputs(1, 4, len_q, 16, heads_kv=2, len_k=len_k)
+    q, k, v = random_inputs(1, 4, len_q, 16, heads_kv=2, len_k=len_k, head_dim_v=24)
     for scale in (None, 0.0, -0.7):
         out, lse = reference.attention(q, k, v, is_causal, scale)
         block_out, block_lse = reference.attention_blockwise(
@@ -86,7 +86,7 @@ def test_visible_rows_is_the_inverse(len_q, len_k):
 @pytest.mark.parametrize("scale", [None, 0.0, -0.7])
 @pytest.mark.parametrize("len_q, len_k", [(30, 30), (17, 45), (45, 17), (9, 1), (5, 0)])
 def test_blockwise_gradients_are_the_formulas_and_autograds(len_q, len_k, scale, heads_kv):
-    sizes = {"heads_kv": heads_kv, "len_k": len_k, "dtype": F64}
+    sizes = {"heads_kv": heads_kv, "len_k": len_k, "head_dim_v": 5, "dtype": F64}
     qkv = [x.requires_grad_() for x in random_inputs(2, 6, len_q, 8, **sizes)]
     for left, right, offset in BANDS[::5]:
         band = {"window_left": left, "window_right": right, "diagonal_offset": offset}

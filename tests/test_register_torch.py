@@ -90,11 +90,15 @@ def test_sdpa_on_the_cpu(calls: list[str], is_causal: bool) -> None:
     assert calls == []
 
 
-@pytest.mark.parametrize("dropout_p, dtype", [(0.5, torch.float16), (0.0, torch.float32)])
+@pytest.mark.parametrize(
+    "dropout_p, dtype, head_dim_v",
+    [(0.5, torch.float16, 24), (0.0, torch.float32, 24), (0.0, torch.float16, 16)],
+)
 def test_what_is_not_served_goes_to_the_kernel_below(
-    calls: list[str], dropout_p: float, dtype: torch.dtype
+    calls: list[str], dropout_p: float, dtype: torch.dtype, head_dim_v: int
 ) -> None:
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs())
+    q, k, v = (x.detach().to(dtype) for x in inputs())
+    q, k, v = (x.requires_grad_() for x in (q, k, v[..., :head_dim_v]))
     out = OP(q, k, v, dropout_p, True)[0]
     assert torch.equal(out, q + 1) and calls == ["forward"]
     check_same(gradients(out, q, k, v), (q * 7, k * 7, v * 7))

@@ -24,16 +24,21 @@ def entries_of(arch: str, op: str) -> list[Any]:
 SM80, SM90 = entries_of("sm80", "fwd"), entries_of("sm90", "fwd")
 BWD_SM80 = entries_of("sm80", "bwd")
 BWD_SM90 = entries_of("sm90", "bwd") + entries_of("sm90", "dq")
-OPS_SM80 = {"fwd": SM80, "bwd": BWD_SM80}
+FP32 = entries_of("sm80", "fwd_fp32")
+BWD_FP32 = entries_of("sm80", "bwd_fp32")
+OPS_SM80 = {"fwd": SM80, "fwd_fp32": FP32, "bwd": BWD_SM80, "bwd_fp32": BWD_FP32}
 #: Those that each op is built for, on sm80.
-HEAD_DIMS = {
-    "fwd": [*INFO["head_dims"], *INFO["large_head_dims"]],
-    "bwd": INFO["head_dims"],
-}
+HEAD_DIMS = {op: [*INFO["head_dims"], *INFO["large_head_dims"]] for op in OPS_SM80}
+HEAD_DIMS["fwd_fp32"] = HEAD_DIMS["bwd_fp32"] = INFO["fp32_head_dims"]
+
+
+def pair(entry: dict[str, Any]) -> tuple[int, int]:
+    return entry["head_dim"], entry["head_dim_v"]
 
 
 def name_of(entry: dict[str, Any]) -> str:
-    tile = f"{entry['head_dim']}-{entry['block_m']}x{entry['block_n']}-{entry['stages']}"
+    head_dims = "x".join(map(str, dict.fromkeys(pair(entry))))
+    tile = f"{head_dims}-{entry['block_m']}x{entry['block_n']}-{entry['stages']}"
     return f"{entry['arch']}-{entry['op']}-{entry['mask']}-{tile}"
 
 
@@ -47,7 +52,7 @@ def test_every_built_head_dim_has_entries() -> None:
         assert HEAD_DIMS[op] == sorted(set(HEAD_DIMS[op]))
         assert {entry["head_dim"] for entry in entries} == set(HEAD_DIMS[op]) != set()
         assert {entry["mask"] for entry in entries} == {"any"}
-    assert len([*SM80, *SM90, *BWD_SM80, *BWD_SM90]) == len(INFO["tiles"])
+    assert sum(map(len, (*OPS_SM80.values(), SM90, BWD_SM90))) == len(INFO["tiles"])
     assert bool(SM90) == ("sm_90a" in INFO["archs"])
 
 
@@ -56,7 +61,7 @@ def test_every_head_dim_has_entries_of_sm90(mask: str) -> None:
     """Of which calls choose one by the number of tiles: tests/emulator has each chosen."""
     entries = [entry for entry in SM90 if entry["mask"] in (mask, "any")]
     assert sorted({entry["head_dim"] for entry in entries}) == (INFO["head_dims"] if SM90 else [])
-    assert len({(entry["head_dim"], entry["block_m"]) for entry in entries}) == len(entries)
+    assert len({(*pair(entry), entry["block_m"]) for entry in entries}) == len(entries)
 
 
 def test_every_head_dim_has_an_entry_of_sm90_for_split_kv() -> None:
@@ -65,7 +70,7 @@ def test_every_head_dim_has_an_entry_of_sm90_for_split_kv() -> None:
     assert all(entry["split_kv"] for entry in SM90 if entry["mask"] == "none")
 
 
-@pytest.mark.parametrize("entry", SM80 + BWD_SM80, ids=name_of)
+@pytest.mark.parametrize("entry", SM80 + FP32 + BWD_SM80, ids=name_of)
 def test_sm80_entry(entry: dict[str, Any]) -> None:
     assert fits(entry, max(LIMITS.values()))
     assert 1 <= entry["warps"] <= 32
@@ -101,16 +106,19 @@ OPS = pytest.mark.parametrize("op", OPS_SM80)
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS.keys())
 def test_every_gpu_serves_every_head_dim(limit: int, op: str) -> None:
     chosen = ops.tiles_for(limit, op)
-    assert [entry["head_dim"] for entry in chosen] == HEAD_DIMS[op]
+    pairs = dict.fromkeys(map(pair, OPS_SM80[op]))
+    assert [pair(entry) for entry in chosen] == list(pairs)
+    assert {(head_dim, head_dim) for head_dim in HEAD_DIMS[op]} <= set(pairs)
     for entry in chosen:
-        candidates = [other for other in OPS_SM80[op] if other["head_dim"] == entry["head_dim"]]
+        candidates = [other for other in OPS_SM80[op] if pair(other) == pair(entry)]
         assert entry == next(other for other in candidates if fits(other, limit))
 
 
-@pytest.mark.parametrize("op, head_dim", [(op, dim) for op in OPS_SM80 for dim in HEAD_DIMS[op]])
-def test_the_last_entry_fits_every_gpu(op: str, head_dim: int) -> None:
-    entries = [entry for entry in OPS_SM80[op] if entry["head_dim"] == head_dim]
-    assert fits(entries[-1], min(LIMITS.values()))
+@OPS
+def test_the_last_entry_fits_every_gpu(op: str) -> None:
+    last = {pair(entry): entry for entry in OPS_SM80[op]}
+    assert {(d, d) for d in HEAD_DIMS[op]} <= set(last)
+    assert [name_of(x) for x in last.values() if not fits(x, min(LIMITS.values()))] == []
 
 
 @OPS

@@ -51,10 +51,13 @@ def pad(packed, lengths, length, fill=0.0):
     return padded
 
 
-def padded_inputs(lengths_q, lengths_k, dtype, device, heads=(4, 2), head_dim=16, seed=0):
+def padded_inputs(
+    lengths_q, lengths_k, dtype, device, heads=(4, 2), head_dim=16, seed=0, head_dim_v=None
+):
     return random_inputs(
         *(len(lengths_q), heads[0], max(lengths_q, default=0), head_dim),
-        heads_kv=heads[1], len_k=max(lengths_k, default=0), dtype=dtype, device=device, seed=seed,
+        heads_kv=heads[1], len_k=max(lengths_k, default=0), head_dim_v=head_dim_v,
+        dtype=dtype, device=device, seed=seed,
     )  # fmt: skip
 
 
@@ -72,7 +75,7 @@ def check_packed(q, k, v, lengths_q, lengths_k, is_causal=False, beyond=0, **giv
             *inputs, ends_q, ends_k, is_causal=is_causal, **given | extra
         )
     tokens = sum(lengths_q)
-    assert out.shape == packed[0].shape and out.dtype == q.dtype
+    assert out.shape == (*packed[0].shape[:2], v.shape[3]) and out.dtype == q.dtype
     assert lse.shape == (q.shape[1], tokens + beyond) and lse.is_contiguous()
     assert torch.all(out[tokens:] == 0) and torch.all(lse[:, tokens:] == -math.inf)
 
@@ -85,7 +88,7 @@ def check_packed(q, k, v, lengths_q, lengths_k, is_causal=False, beyond=0, **giv
     )
     assert result.passed, str(result)
 
-    dout, dlse = torch.randn(q.shape).to(q), torch.randn(all_lse.shape).to(lse)
+    dout, dlse = torch.randn(*q.shape[:3], v.shape[3]).to(q), torch.randn(all_lse.shape).to(lse)
     given_out = pack(dout, lengths_q, beyond)
     given_lse = pack(dlse.masked_fill(all_lse == -math.inf, math.nan)[..., None], lengths_q, beyond)
     inputs += extra.values()
@@ -121,7 +124,8 @@ def test_everything_together(device, dtype, seed):
     lengths_q, lengths_k = ([dice.choice([0, 1, dice.randint(2, 150)]) for _ in range(batch)]
                             for _ in range(2))  # fmt: skip
     heads = heads_kv * dice.choice([1, 3]), heads_kv
-    inputs = padded_inputs(lengths_q, lengths_k, dtype, device, heads, dice.choice([5, 32]), seed)
+    head_dims = dice.choice([5, 32]), seed, dice.choice([None, 3, 40, 128])
+    inputs = padded_inputs(lengths_q, lengths_k, dtype, device, heads, *head_dims)
     given, _ = random_options(dice, batch, heads[0], 1, 1, dtype, device)
     for name in ("bias", "seqused_k", "key_start"):
         given.pop(name, None)
@@ -304,7 +308,7 @@ def test_packed_is_dense(device):
 
 def packed_call(requires_grad=True):
     """A function of (q, k, v, sink, ends), by both results, and its arguments."""
-    q, k, v = (torch.randn(12, heads, 8) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(shape) for shape in ((12, 4, 8), (12, 2, 8), (12, 2, 5)))
     inputs = [x.requires_grad_(requires_grad) for x in (q, k, v, torch.randn(4))]
 
     def loss(q, k, v, sink, ends, most=None):
@@ -319,7 +323,7 @@ def packed_call(requires_grad=True):
 
 def dense_call(requires_grad=True):
     """The same of (q, k, v, sink, bias, used), dense."""
-    q, k, v = random_inputs(2, 4, 7, 8, heads_kv=2, len_k=11)
+    q, k, v = random_inputs(2, 4, 7, 8, heads_kv=2, len_k=11, head_dim_v=5)
     inputs = [q, k, v, torch.randn(4), torch.randn(2, 1, 1, 11)]
     slopes = torch.rand(2, 4)
 
@@ -435,8 +439,8 @@ def test_autocast_counts_and_meta():
 
     with FlopCounterMode(display=False) as counter:
         loss(*inputs).backward()
-    assert counter.get_total_flops() == 3.5 * (4 * 4 * (5 * 5 + 7 * 7) * 8)
+    assert counter.get_total_flops() == 2 * 4 * (5 * 5 + 7 * 7) * (4 * 8 + 3 * 5)
     out, lse = flash_cute.forward_varlen(
         *(x.detach().to("meta") for x in (*inputs[:3], inputs[-1]))
     )
-    assert out.shape == (12, 4, 8) and lse.shape == (4, 12) and lse.dtype == torch.float32
+    assert out.shape == (12, 4, 5) and lse.shape == (4, 12) and lse.dtype == torch.float32

@@ -20,7 +20,15 @@ void dtype_switch(DType dtype, F&& f) {
       return f(Constant<DType::kHalf>{});
     case DType::kBFloat16:
       return f(Constant<DType::kBFloat16>{});
+    case DType::kFloat:
+      return f(Constant<DType::kFloat>{});
   }
+}
+
+// Of a call that is not in fp32.
+template <class F>
+void half_dtype_switch(DType dtype, F&& f) {
+  dtype == DType::kHalf ? f(Constant<DType::kHalf>{}) : f(Constant<DType::kBFloat16>{});
 }
 
 template <class F>

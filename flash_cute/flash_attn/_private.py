@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flash_cute import layouts
-from flash_cute.layouts import refuse
+from flash_cute.layouts import check_head_dims, refuse
 
 
 def _flash_attn_forward(
@@ -25,6 +25,7 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, None, None]:
     """(out, softmax_lse, None, None): there are no probabilities, and no state of dropout."""
     refuse(dropout_p=dropout_p)
+    check_head_dims(q, v)
     window = (window_size_left, window_size_right)
     options = layouts.options_of(causal, softmax_scale, window, softcap, alibi_slopes=alibi_slopes)
     return *layouts.dense(q, k, v, options), None, None
@@ -53,6 +54,7 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Tensor, Tensor, None, None]:
     """As `_flash_attn_forward`, of packed sequences."""
     refuse(dropout_p=dropout_p, block_table=block_table)
+    check_head_dims(q, v)
     window = (window_size_left, window_size_right)
     options = layouts.options_of(
         causal, softmax_scale, window, softcap, alibi_slopes=alibi_slopes, key_start=leftpad_k,
@@ -84,6 +86,7 @@ def _flash_attn_backward(
     """Writes the gradients to those of dq, dk and dv that are given. `out` and `softmax_lse` may be
     of more keys than k has. The sums that the package returns, of dout * out, are not kept."""
     refuse(dropout_p=dropout_p)
+    check_head_dims(q, v)
     window = (window_size_left, window_size_right)
     options = layouts.options_of(
         causal, softmax_scale, window, softcap, deterministic, alibi_slopes=alibi_slopes
@@ -119,6 +122,7 @@ def _flash_attn_varlen_backward(
 ) -> None:
     """As `_flash_attn_backward`, of packed sequences."""
     refuse(dropout_p=dropout_p)
+    check_head_dims(q, v)
     window = (window_size_left, window_size_right)
     options = layouts.options_of(
         causal, softmax_scale, window, softcap, deterministic, alibi_slopes=alibi_slopes

@@ -32,7 +32,7 @@ from flash_cute.flash_attn._private import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from flash_cute.layouts import Window, refuse
+from flash_cute.layouts import Window, check_head_dims, refuse
 
 # The package has the private functions as custom ops besides. `forward` is one already.
 _wrapped_flash_attn_forward = _flash_attn_forward
@@ -63,6 +63,7 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q (B, Nq, Hq, D) on k and v (B, Nk, Hkv, D). Returns out, as q."""
     refuse(dropout_p=dropout_p)
+    check_head_dims(q, v)
     options = layouts.options_of(
         causal, softmax_scale, window_size, softcap, deterministic,
         alibi_slopes=alibi_slopes, learnable_sink=learnable_sink,
@@ -130,6 +131,7 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention of packed sequences, q (Tq, Hq, D) on k and v (Tk, Hkv, D). Returns out, as q."""
     refuse(dropout_p=dropout_p, block_table=block_table)
+    check_head_dims(q, v)
     options = layouts.options_of(
         causal, softmax_scale, window_size, softcap, deterministic,
         alibi_slopes=alibi_slopes, learnable_sink=learnable_sink,
@@ -221,6 +223,7 @@ def flash_attn_with_kvcache(
         for the GPU.
     """
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
+    check_head_dims(q, v_cache)
     k_cache, v_cache, used = append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     options = layouts.options_of(
         causal, softmax_scale, window_size, softcap,

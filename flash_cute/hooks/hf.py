@@ -240,21 +240,14 @@ def attention(
     max_length_k: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query (B, Hq, Nq, D), key and value (B, Hkv, Nk, D); out is
-    (B, Nq, Hq, D)."""
+    """transformers' attention function: query (B, Hq, Nq, D), key (B, Hkv, Nk, D) and value (B,
+    Hkv, Nk, Dv); out is (B, Nq, Hq, Dv)."""
     seen = _seen(module, query, key, attention_mask, is_causal)
     given = {name for name, x in others.items() if x is not None and not isinstance(x, bool)}
     unserved = seen.unserved or ", ".join(sorted(given - IGNORED)) or ("dropout" if dropout else "")
     if unserved:
         refuse(unserved, seen.model)
 
-    head_dim, head_dim_v = query.shape[3], value.shape[3]
-    if head_dim != head_dim_v:  # zeros change no product
-        scaling = head_dim**-0.5 if scaling is None else scaling
-        widest = max(head_dim, head_dim_v)
-        query, key, value = (
-            functional.pad(x, (0, widest - x.shape[3])) for x in (query, key, value)
-        )
     options: dict[str, Any] = {
         name: x
         for name, x in (("softcap", softcap), ("learnable_sink", s_aux), ("bias", position_bias))
@@ -277,7 +270,7 @@ def attention(
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         out, _ = flash_cute.forward_varlen(q, k, v, packed[0], packed[1], **options)
         out = out.unflatten(0, (query.shape[0], query.shape[2]))
-    return out if head_dim == head_dim_v else out[..., :head_dim_v], None
+    return out, None
 
 
 def _seen(

@@ -61,6 +61,10 @@ template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm80(const BwdPlan&, const BwdParams&, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of the backward was left out of the build");
 }}
+template <DType kDType, int kColumns>
+void launch_bwd_sm80_large(const BwdPlan&, const BwdParams&, int, cudaStream_t) {{
+  throw std::runtime_error("this kernel of the backward was left out of the build");
+}}
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm90(const BwdPlan&, const BwdParams&, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of sm90's backward was left out of the build");
@@ -97,7 +101,8 @@ class Library:
         for file in kernels:
             op_and_arch, head_dim = re.findall(r"(\w+)_hdim(\d+)", file.stem)[0]
             pair = variants.ALL_HEAD_DIMS.index(int(head_dim)) // 2
-            together.setdefault(f"{op_and_arch}_{pair}", []).append(f'#include "{file.name}"\n')
+            unit = f"{op_and_arch}_{'fp32_' * file.stem.endswith('fp32')}{pair}"
+            together.setdefault(unit, []).append(f'#include "{file.name}"\n')
         left_out = [f.read_text().splitlines() for f in generated if f not in kernels]
         lines = [line for file in left_out for line in file if line.startswith("template ")]
         absent = write(f"{self.folder}/absent.cpp", ABSENT.format(instantiations="\n".join(lines)))
@@ -112,7 +117,9 @@ class Library:
 
 #: What the tests use: a copy that has faults, switched off. fp16 differs by types alone: one head
 #: dim has it.
-TESTED = Library("tested", ("*_bf16*", "*_hdim64_fp16*"), sources=f"{BUILD}/planted/cute_fa2")
+TESTED = Library(
+    "tested", ("*_bf16*", "*_hdim64_fp16*", "*_fp32*"), sources=f"{BUILD}/planted/cute_fa2"
+)
 
 
 def why_not() -> str | None:

@@ -33,7 +33,7 @@ Session begin_call(const CCall& call, AttentionParams& params) {
   params.len_k = static_cast<int>(call.k.sizes[2]);
   params.head_dim = static_cast<int>(call.q.sizes[3]);
   params.head_dim_v = static_cast<int>(call.v.sizes[3]);
-  params.dtype = call.is_half ? DType::kHalf : DType::kBFloat16;
+  params.dtype = static_cast<DType>(call.dtype);
   params.scale = make_softmax_scale(call.softmax_scale);
   if (call.sequences != 0) {
     params.mask = MaskKind::kPacked;

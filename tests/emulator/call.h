@@ -37,7 +37,7 @@ struct CCall {
   CTensor slopes, bias;  // of ALiBi, (1, 1, batch, heads); `data` may be null
   double softcap;
   int32_t sequences;  // how many; 0: the entries of the batch, all of one length
-  int32_t is_half;
+  int32_t dtype;      // as DType numbers them
   int32_t workers;
   double softmax_scale;
   int64_t window_left, window_right, diagonal_offset;

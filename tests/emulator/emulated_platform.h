@@ -60,6 +60,12 @@ Integer rematerialize(Integer value, int changing) {
   return value;
 }
 
+// Half a last place is added, which may carry on to infinity; what is behind it goes.
+inline float round_to_tf32(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return x - x == 0 ? std::bit_cast<float>((bits + 0x1000u) & ~0x1fffu) : x;
+}
+
 inline void schedule_fence(int changing) {
   emulator::require(changing >= 0, "keeps instructions in order by a negative number");
 }
@@ -92,10 +98,15 @@ struct EmulatedMma {
                   const uint32_t& a0, const uint32_t& a1, const uint32_t& a2, const uint32_t& a3,
                   const uint32_t& b0, const uint32_t& b1,  //
                   const float& c0, const float& c1, const float& c2, const float& c3) {
-    constexpr auto kType = std::is_same_v<Element, cutlass::half_t> ? emulator::Operand::kHalf
-                                                                    : emulator::Operand::kBFloat16;
     float d[4];
-    emulator::mma_m16n8k16(kType, d, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3});
+    if constexpr (std::is_same_v<Element, float>) {
+      emulator::mma_tf32(d, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3});
+    } else {
+      constexpr auto kType = std::is_same_v<Element, cutlass::half_t>
+                                 ? emulator::Operand::kHalf
+                                 : emulator::Operand::kBFloat16;
+      emulator::mma_m16n8k16(kType, d, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3});
+    }
     d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
   }
 };
@@ -124,6 +135,10 @@ struct MMA_Traits<flash_cute::platform::EmulatedMma<half_t>>
 template <>
 struct MMA_Traits<flash_cute::platform::EmulatedMma<bfloat16_t>>
     : MMA_Traits<SM80_16x8x16_F32BF16BF16F32_TN> {};
+
+template <>
+struct MMA_Traits<flash_cute::platform::EmulatedMma<float>>
+    : MMA_Traits<SM80_16x8x8_F32TF32TF32F32_TN> {};
 
 template <>
 struct SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t, uint128_t> {

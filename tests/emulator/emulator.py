@@ -74,6 +74,8 @@ class _Tensor(ctypes.Structure):
     ]
 
 
+#: As DType (host/params.h) numbers them.
+_DTYPES = torch.float16, torch.bfloat16, torch.float32
 #: What tells the sequences of a call.
 _SEQUENCES = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "key_start"
 
@@ -86,7 +88,7 @@ class _Call(ctypes.Structure):
         *((name, _Tensor) for name in (*_SEQUENCES, "sink", "slopes", "bias")),
         ("softcap", ctypes.c_double),
         ("sequences", ctypes.c_int32),
-        ("is_half", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
         ("workers", ctypes.c_int32),
         ("softmax_scale", ctypes.c_double),
         ("window_left", ctypes.c_int64),
@@ -167,9 +169,9 @@ def _as_table(
     return *table, _numbers(sink), *of_scores, changes.get("softcap", 0.0), count
 
 
-def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """A result in the shape of `rows`, which was made of x."""
-    result = torch.full_like(rows, math.nan)
+def _like(x: Tensor, rows: Tensor, head_dim: int | None = None) -> Tensor:
+    """A result in the shape of `rows`, which was made of x; or with another head dim."""
+    result = rows.new_full((*rows.shape[:3], head_dim or rows.shape[3]), math.nan)
     return result if x.is_contiguous() else poisoned(result)
 
 
@@ -221,14 +223,14 @@ class Emulator:
         default), and the overrides that the op takes; threads take turns in an order that `seed`
         decides."""
         rows = [_readable_rows(x) for x in (q, k, v)]
-        out = _like(q, rows[0])
+        out = _like(q, rows[0], rows[2].shape[3])
         lse = torch.full((*q.shape[:3], 1), math.nan)
         band = window_left, window_right, diagonal_offset
         table = _as_table(sequences, sink, changes)
         shared = self._shared((*rows, out, lse), table, softmax_scale, band, seed, options)
         call = _Forward(*shared, refuses_tensor_maps)
         counters = self._call(self._library.emulate_forward, ctypes.byref(call))
-        return out[..., : q.shape[3]], lse[..., 0], counters
+        return out[..., : v.shape[3]], lse[..., 0], counters
 
     def backward(
         self,
@@ -270,7 +272,8 @@ class Emulator:
         call = _Backward(*shared, _as_c(rows[4]), c_dlse, *c_gradients, deterministic)
         counters = self._call(self._library.emulate_backward, ctypes.byref(call))
         others = (x for x in (dsink, dbias) if x is not None)
-        return (*(dx[..., : q.shape[3]] for dx in gradients), *others), counters
+        of_qkv = (dx[..., : x.shape[3]] for dx, x in zip(gradients, (q, k, v), strict=True))
+        return (*of_qkv, *others), counters
 
     def check(
         self,
@@ -307,7 +310,7 @@ class Emulator:
         scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
         generator = torch.Generator().manual_seed(1)
         out, lse = reference.attention(q, k, v, False, scale, **band)
-        dout = torch.randn(q.shape, generator=generator).to(q.dtype)
+        dout = torch.randn(out.shape, generator=generator).to(q.dtype)
         dlse = torch.randn(lse.shape, generator=generator) if has_dlse else None
         if dlse is not None:
             dlse = _poisoned_rows(dlse.masked_fill(lse == -math.inf, math.nan))
@@ -336,7 +339,7 @@ class Emulator:
         return (
             *map(_as_c, tensors),
             *table,
-            q.dtype == torch.float16,
+            _DTYPES.index(q.dtype),
             self.workers,
             softmax_scale,
             *band[:2],

@@ -53,6 +53,7 @@ SM80 = [
     ),
     Fault("shared-p", "", READ),
     Fault("chunk-wait", "platform::wait_copies<kStages - 1>();", UNFINISHED),
+    Fault("tf32-lo", "", WRONG),
     Fault("lse-row", "visit(row, mine);", f"{BOUNDS}|{WRITTEN}"),
 ]
 SM90 = [
@@ -76,7 +77,7 @@ BACKWARD = [
     Fault("bwd-ds-barrier", "", READ),
     Fault("bwd-mask", "= (n_block_ + 1) * kBlockN", WRONG),
     Fault("bwd-scale", "= factor * factor * gradient(r, c)", WRONG),
-    Fault("bwd-group", "step({first_head(), block.m_block}, stage, tdKrdK, tdVrdV);", WRONG),
+    Fault("bwd-chunk-wait", "platform::wait_copies<kStages - 1>();", UNFINISHED),
     Fault("bwd-turn", "", "passes a turn that its CTA has not waited for"),
 ]
 BACKWARD_SM90 = [
@@ -85,7 +86,6 @@ BACKWARD_SM90 = [
     Fault("bwd90-staged", "", "still reads|has read"),
     Fault("bwd90-dq-complete", "", "has not waited for"),
     Fault("bwd90-dq-done", "", READ),
-    Fault("bwd90-bulk-fence", "", "with no fence.proxy.async ahead"),
 ]
 PACKED = [
     Fault("packed-band", "= len_k - len_q + 1", WRONG),
@@ -93,7 +93,7 @@ PACKED = [
     Fault("sink-lse", "return of_keys;", WRONG),
     Fault("sink-split", "lse = sink.join(sink.join(lse));", WRONG),
     Fault("sink-gradient", "sum += stats.delta;", WRONG),
-    Fault("softcap-derivative", "derivatives(i) = Derivative(1.f);", WRONG),
+    Fault("softcap-derivative", "derivatives(i) = Derivative<Element>(1.f);", WRONG),
 ]
 PACKED_SM90 = [
     Fault("ragged-end", "= sequence.first_k + sequence.len_k + 1", WRONG),

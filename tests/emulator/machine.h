@@ -22,10 +22,12 @@ uint32_t ballot(bool predicate);
 // Ends the CTA with `what` the thread has done where `holds` is false.
 void require(bool holds, const char* what);
 
-// mma.sync.m16n8k16, fp32 accumulation: d = a b + c.
+// mma.sync.m16n8k16, fp32 accumulation: d = a b + c. Of TF32 m16n8k8, which leaves out the last 13
+// bits of operands.
 enum class Operand { kHalf, kBFloat16 };
 void mma_m16n8k16(Operand type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                   const float (&c)[4]);
+void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const float (&c)[4]);
 
 // ldmatrix.x4: `row` is the address of one of the 32 rows of 16 bytes.
 void load_matrix(const void* row, uint32_t (&d)[4], bool transposed);

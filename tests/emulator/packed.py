@@ -42,6 +42,7 @@ class Call:
         lengths: list[tuple[int, int]],
         *,
         head_dim: int = 64,
+        head_dim_v: int | None = None,
         heads: int = 2,
         heads_kv: int = 1,
         window: tuple[int, int] = (-1, -1),
@@ -53,8 +54,11 @@ class Call:
         slopes: str = "",
         bias: str = "",
         bias_dtype: torch.dtype = torch.float32,
+        hides_rows: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """`slopes` and `bias` name the dimensions that they have: of "bh" and of "bhqk"."""
+        """`slopes` and `bias` name the dimensions that they have: of "bh" and of "bhqk". Rows that
+        a bias hides have but huge negative ones, and no gradient."""
         torch.manual_seed(0)
         self.used_q, self.used_k = (int32(list(x)) for x in zip(*lengths, strict=True))
         self.start = self.used_k // 3 if starts else None
@@ -64,11 +68,12 @@ class Call:
             *(len(lengths), heads, rows_q, head_dim),
             heads_kv=heads_kv,
             len_k=rows_k,
-            dtype=torch.bfloat16,
+            dtype=dtype,
+            head_dim_v=head_dim_v,
         )
         self.no_query = unused(self.used_q, rows_q)
         self.no_key = unused(self.used_k, rows_k, self.start)
-        dout = torch.randn(q.shape).to(q.dtype)
+        dout = torch.randn(*q.shape[:3], v.shape[3]).to(q.dtype)
         for x, no_row in ((q, self.no_query), (dout, self.no_query), (k, self.no_key)):
             x[no_row[:, None, :, None].expand_as(x)] = math.nan
         v[self.no_key[:, None, :, None].expand_as(v)] = math.nan
@@ -85,6 +90,11 @@ class Call:
             shape = [n if name in bias else 1 for name, n in sizes.items()]
             values = 2 * torch.randn(shape)
             self.changes["bias"] = values.masked_fill(values < -3, -math.inf).to(bias_dtype)
+        if hides_rows:  # of equal scores, which -1e10 swallows
+            rows = slice(3, None, 7)
+            self.changes["bias"][..., rows, :] = -1e10
+            for x in (q, dout, self.dlse):
+                x[:, :, rows] = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -181,6 +191,7 @@ CALLS |= {
 #: Of the kernels of sm80.
 BIASED: dict[str, dict[str, Any]] = {
     "whole": {"lengths": LENGTHS[0], "bias": "bhqk", "starts": True},
+    "hidden": {"lengths": LENGTHS[0], "bias": "hqk", "hides_rows": True},
     "heads": {"lengths": LENGTHS[1], "bias": "hqk", "window": (-1, 0), "softcap": 2.0},
     "keys": {"lengths": LENGTHS[2], "bias": "bk", "heads": 6, "bias_dtype": torch.bfloat16},
     "one": {"lengths": LENGTHS[1], "bias": "q", "slopes": "h", "bias_dtype": torch.bfloat16},

@@ -45,9 +45,8 @@ def what_catches(library: Path, fault: Fault | None) -> str:
 def run_cases(emulator: Emulator) -> None:
     def check(heads, heads_kv, len_q, len_k, scale=None, inputs=random_inputs, **options):
         head_dim = options.pop("head_dim", 64)
-        tensors = inputs(
-            2, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
-        )
+        dtype = options.pop("dtype", torch.bfloat16)
+        tensors = inputs(2, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=dtype)
         emulator.check(*map(poisoned, tensors), True, scale, **options)
 
     check(2, 1, 300, 500)  # tiles and key blocks enough for all stages
@@ -62,6 +61,7 @@ def run_cases(emulator: Emulator) -> None:
     if emulator.arch == 80:
         for head_dim in (96, 192, 320):
             check(1, 1, 150, 200, head_dim=head_dim)
+        check(2, 1, 150, 200, dtype=torch.float32)
 
 
 def run_backward_cases(emulator: Emulator) -> None:
@@ -72,8 +72,9 @@ def run_backward_cases(emulator: Emulator) -> None:
         emulator.check_backward(*map(poisoned, tensors), True, has_dlse=True, **options)
 
     check(2, 1, 150, 200, head_splits=1)  # several blocks of queries and of keys
-    if emulator.arch == 80:  # one stage
+    if emulator.arch == 80:  # one stage; chunks
         check(2, 1, 150, 200, head_dim=192, smem_limit=101376, deterministic=True, seed=1)
+        check(1, 1, 150, 200, head_dim=320)
     else:
         check(2, 1, 500, 500, head_dim=128, seed=1)
         check(2, 1, 150, 500, deterministic=True, seed=1)

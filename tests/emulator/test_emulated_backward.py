@@ -6,13 +6,21 @@ from __future__ import annotations
 import pytest
 import torch
 from emulator import Emulator
-from support import BANDS, LAYOUTS, LENGTHS, poisoned, random_call, rising_inputs
+from support import (
+    BANDS,
+    HEAD_DIM_PAIRS,
+    LAYOUTS,
+    LENGTHS,
+    poisoned,
+    random_call,
+    rising_inputs,
+)
 from support import random_inputs as random_inputs_of
-from test_emulated_counts import BWD
+from test_emulated_counts import BWD, LARGE_BWD
 
 from flash_cute import ops
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 MASKS = False, True
 BOTH_MASKS = pytest.mark.parametrize("is_causal", MASKS, ids=["full", "causal"])
 SMALL_SMEM = 101376  # of one CTA, in bytes: what sm_86 lends
@@ -34,12 +42,13 @@ def random_inputs(*sizes, dtype=BF16, **options):
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("name", BWD)
+@pytest.mark.parametrize("name", [*BWD, *LARGE_BWD])
 def test_every_tile_of_sm80(sm80, name, is_causal):
     """Of ragged blocks, two of queries and two of keys."""
-    tile, smem_limit = BWD[name]
+    tile, smem_limit = {**BWD, **LARGE_BWD}[name]
     len_q, len_k, head_dim = tile["block_m"] + 5, tile["block_n"] + 9, tile["head_dim"]
-    for dtype in (BF16, torch.float16) if head_dim == 64 else (BF16,):
+    dtypes = (BF16, torch.float16) if head_dim == 64 else (BF16,)
+    for dtype in (FP32,) if tile["op"] == "bwd_fp32" else dtypes:
         inputs = random_inputs(1, 2, len_q, head_dim, heads_kv=1, len_k=len_k, dtype=dtype)
         sm80.check_backward(*inputs, is_causal, smem_limit=smem_limit, has_dlse=True)
 
@@ -61,6 +70,25 @@ def test_head_dims(kernels, head_dim, is_causal):
     for len_k in (20, 140):  # one block of keys, and several
         inputs = random_inputs(1, 1, 70, head_dim, len_k=len_k)
         kernels.check_backward(*inputs, is_causal, **small_tiles(kernels))
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_bands_of_large_head_dims(sm80, band):
+    """Groups of heads, several blocks of either side, rows without a key."""
+    band = dict(zip(("window_left", "window_right", "diagonal_offset"), band, strict=True))
+    for heads, head_dim, len_q, len_k in [(2, 257, 70, 150), (1, 520, 140, 70)]:
+        inputs = random_inputs(1, heads, len_q, head_dim, heads_kv=1, len_k=len_k)
+        sm80.check_backward(*inputs, softmax_scale=-0.05, has_dlse=True, **band)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("head_dim, head_dim_v", HEAD_DIM_PAIRS)
+def test_head_dims_of_v(kernels, head_dim, head_dim_v, is_causal):
+    for len_k, options in ((20, {}), (300, {"head_splits": 2}), (300, {"deterministic": True})):
+        sizes = {"heads_kv": 1, "len_k": len_k, "head_dim_v": head_dim_v}
+        q, k, v = random_inputs(1, 2, 70, head_dim, **sizes)
+        kernels.check_backward(q, k, v, is_causal, **options, **small_tiles(kernels))
+    kernels.check_backward(q, k, k[..., :head_dim_v], is_causal)
 
 
 @BOTH_MASKS
@@ -145,9 +173,24 @@ def test_order_of_sums(kernels, is_causal, smem_limit):
     assert not all(torch.equal(first[0], other[0]) for other in in_any)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_random_calls_of_fp32(sm80, seed):
+    inputs, call = random_call(seed, FP32)
+    if inputs[1].shape[2] > 0:
+        sm80.check_backward(*inputs, **call, has_dlse=True, seed=seed)
+
+
+@pytest.mark.parametrize("size", [1e-30, 6.0])
+@pytest.mark.parametrize("head_dim, len_k", [(64, 1024), (128, 1024), (256, 500)])
+def test_scores_of_fp32(sm80, head_dim, len_k, size):
+    """Sharp ones, in which errors do not average out."""
+    q, k, v = random_inputs(1, 1, 40, head_dim, len_k=len_k, dtype=FP32)
+    sm80.check_backward(q * size, k, v)
+
+
 @pytest.mark.parametrize("seed", range(25))
 def test_random_calls(kernels, seed):
-    inputs, call = random_call(seed, BF16)
+    inputs, call = random_call(seed, BF16, large=kernels.arch == 80 and seed % 4 == 3)
     if inputs[1].shape[2] == 0:
         pytest.skip("the op answers without a kernel")
     options = {"multiprocessors": [1, 2, 5][seed % 3], "head_splits": [0, 1, 2][seed % 3]}

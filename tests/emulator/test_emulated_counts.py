@@ -19,11 +19,18 @@ LIMITS = [227 * KB, 163 * KB, 99 * KB]
 
 
 def name_of(tile):
-    return f"{tile['head_dim']}-{tile['block_m']}x{tile['block_n']}-{tile['warps']}"
+    head_dims = "x".join(map(str, dict.fromkeys([tile["head_dim"], tile["head_dim_v"]])))
+    return f"{head_dims}-{tile['block_m']}x{tile['block_n']}-{tile['warps']}"
 
 
 SM80 = {f"{name_of(t)}-{t['column_warps']}": (t, lim) for lim in LIMITS for t in ops.tiles_for(lim)}
-BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for lim in LIMITS for t in ops.tiles_for(lim, "bwd")}
+FP32 = {name_of(t): (t, lim) for lim in LIMITS for t in ops.tiles_for(lim, "fwd_fp32")}
+BWD_OPS = "bwd", "bwd_fp32"
+BWD_TILES = [
+    (tile, limit) for limit in LIMITS for op in BWD_OPS for tile in ops.tiles_for(limit, op)
+]
+BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" not in t}
+LARGE_BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" in t}
 SM90 = {
     f"{name_of(tile)}-{mask}": (tile, mask)
     for tile in ops.build_info()["tiles"]
@@ -40,31 +47,33 @@ def inputs_of(*sizes, **options):
 def test_sm80(sm80, name):
     tile, smem_limit = SM80[name]
     m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
+    dv = tile["head_dim_v"]
     sharing = tile["column_warps"]  # warps that have a row together
     readers = tile["warps"] // sharing  # that read all of K and V, alone or together
-    counters = sm80.check(*inputs_of(1, 1, m, d, len_k=n), smem_limit=smem_limit)[2]
+    counters = sm80.check(*inputs_of(1, 1, m, d, len_k=n, head_dim_v=dv), smem_limit=smem_limit)[2]
 
     assert counters.bank_conflicts() == 0
     # Each chunk of 16 bytes, 8 elements, goes from global to shared memory once, 8 at a time.
-    assert counters.global_reads_16 == (m + 2 * n) * d // 8 and counters.global_reads == 0
-    assert counters.copy_async.wavefronts == (m + 2 * n) * d // 64
+    assert counters.global_reads_16 == (m * d + n * (d + dv)) // 8 and counters.global_reads == 0
+    assert counters.copy_async.wavefronts == (m * d + n * (d + dv)) // 64
     # Of Q each warp reads its rows, once or for each block of keys; likewise of a P that it shares,
     # for each group of V's columns that comes in a chunk.
     p = m * n // 64 if sharing > 1 else 0
-    groups = d // (tile["v_columns"] or d)
-    assert counters.load_matrix.wavefronts - readers * 2 * n * d // 64 - sharing * groups * p in (
+    groups = dv // (tile["v_columns"] or dv)
+    p_and_keys = sharing * groups * p + readers * n * (d + dv) // 64
+    assert counters.load_matrix.wavefronts - p_and_keys in (
         sharing * m * d // 64,
         sharing * KEY_BLOCKS * m * d // 64,
     )
     # Two gemms, in MMAs of 16 x 8 x 16.
-    assert counters.mma == 2 * m * n * d // (16 * 8 * 16)
+    assert counters.mma == m * n * (d + dv) // (16 * 8 * 16)
     # O and P go through shared memory in words, O leaves in chunks; the LSE leaves in words. Of
     # shared rows a warp writes a word each, of 8 at a time, and reads everybody's: the maxima of
     # the first block, after which no row exceeds its limit here, and the sums.
     words = 2 * sharing * m // 8 if sharing > 1 else 0
-    assert counters.store.wavefronts == m * d // 2 // 32 + p + words
-    assert counters.load.wavefronts == m * d // 64 + words * sharing
-    assert (counters.global_writes_16, counters.global_writes) == (m * d // 8, m)
+    assert counters.store.wavefronts == m * dv // 2 // 32 + p + words
+    assert counters.load.wavefronts == m * dv // 64 + words * sharing
+    assert (counters.global_writes_16, counters.global_writes) == (m * dv // 8, m)
     # Two a block of keys; with two of these in shared memory, one, and another ahead of the first;
     # one before O is read. Of shared rows one for each P, and those of maxima and sums. Of blocks
     # in chunks one for each chunk, one for the vote on limits, and one ahead of the first.
@@ -76,15 +85,35 @@ def test_sm80(sm80, name):
     assert counters.cta_barriers == 1 + blocks + shared
 
 
+@pytest.mark.parametrize("name", FP32)
+def test_fp32(sm80, name):
+    tile, smem_limit = FP32[name]
+    m, n, d = tile["block_m"], KEY_BLOCKS * tile["block_n"], tile["head_dim"]
+    inputs = map(poisoned, random_inputs(1, 1, m, d, len_k=n, dtype=torch.float32))
+    counters = sm80.check(*inputs, smem_limit=smem_limit)[2]
+    # Chunks of 16 bytes have 4 elements. Each goes to shared memory once.
+    assert counters.global_reads_16 == (m + 2 * n) * d // 4 and counters.global_reads == 0
+    assert counters.copy_async.wavefronts == (m + 2 * n) * d // 32
+    # Each warp reads its rows of Q for each block of keys, and all of K; V in words.
+    assert counters.load_matrix.wavefronts == (KEY_BLOCKS * m + tile["warps"] * n) * d // 32
+    assert counters.load.wavefronts == (tile["warps"] * n + m) * d // 32
+    # Three products for each of two gemms, in MMAs of 16 x 8 x 8.
+    assert counters.mma == 3 * 2 * m * n * d // (16 * 8 * 8)
+    # O alone has conflicts, on its way through shared memory: of two rows each.
+    assert counters.bank_conflicts() == counters.store.conflicts == counters.store.wavefronts
+    assert (counters.global_writes_16, counters.global_writes) == (m * d // 4, m)
+    assert counters.cta_barriers == 1 + 2 * KEY_BLOCKS
+
+
 @pytest.mark.parametrize("name", SM80)
 def test_gemms_of_sm80(sm80, name):
     tile, smem_limit = SM80[name]
-    m, n, d = tile["block_m"], tile["block_n"], tile["head_dim"]
+    m, n, d, dv = (tile[x] for x in ("block_m", "block_n", "head_dim", "head_dim_v"))
     # Whether a warp has two MMAs along the rows, one in each half of the tile, and all columns.
     has_halves = m == 32 * tile["warps"]
 
     def multiplied(rows, len_k, is_causal):
-        inputs = inputs_of(1, 1, rows, d, len_k=len_k)
+        inputs = inputs_of(1, 1, rows, d, len_k=len_k, head_dim_v=dv)
         return sm80.check(*inputs, is_causal, smem_limit=smem_limit)[2].mma * (16 * 8 * 16)
 
     # A tile with at most half of its rows multiplies only these, except under a mask at head dim
@@ -93,11 +122,11 @@ def test_gemms_of_sm80(sm80, name):
         for is_causal in (False, True):
             takes_half = has_halves and (rows == 1 or not (is_causal and d == 128))
             halves = 1 if takes_half and rows <= m // 2 else 2
-            assert multiplied(rows, 2 * n, is_causal) == halves * m * 2 * n * d
+            assert multiplied(rows, 2 * n, is_causal) == halves * m * n * (d + dv)
     # In a square tile on the diagonal, the upper half of the rows sees half of the keys.
     leaves_out = has_halves and n <= m // 2
     keys = math.ceil(m / n) * n
-    assert multiplied(m, m, True) == (3 if leaves_out else 4) * 2 * m * keys * d // 4
+    assert multiplied(m, m, True) == (3 if leaves_out else 4) * m * keys * (d + dv) // 4
 
 
 @pytest.mark.parametrize("name", BWD)
@@ -132,21 +161,48 @@ def test_backward(sm80, name):
     assert counters.global_reductions == (0 if d <= 192 else m * d)
 
 
+@pytest.mark.parametrize("name", LARGE_BWD)
+def test_backward_of_large_head_dims(sm80, name):
+    tile, smem_limit = LARGE_BWD[name]
+    d, groups = tile["head_dim"], tile["head_dim"] // tile["columns"]
+    rows, other_rows = tile["block_n"], tile["block_m"]  # of a tile; of a block
+    n = other_rows  # queries, and keys
+    is_fp32 = tile["op"] == "bwd_fp32"
+    dtype = torch.float32 if is_fp32 else torch.bfloat16
+    inputs = map(poisoned, random_inputs(1, 1, n, d, len_k=n, dtype=dtype))
+    counters = sm80.check_backward(*inputs, smem_limit=smem_limit)[1]
+
+    assert counters.bank_conflicts() == 0
+    # Gemms of S once for each gradient and group of columns, those of dP not for dV; one gemm for
+    # each gradient. In MMAs of 16 x 8 x 16; in fp32 three times as many, of 16 x 8 x 8.
+    gemms = (5 * groups + 3) * (6 if is_fp32 else 1)
+    assert counters.mma == gemms * n * n * d // (16 * 8 * 16)
+    assert counters.global_reductions == 0
+    # Each chunk has a barrier, and so have the weights of a step, a tile's first chunk, and which
+    # tile it is.
+    steps = groups * (n // rows) * (n // other_rows)
+    chunks, of_sum = d // tile["chunk_columns"], other_rows // tile["chunk_rows"]
+    barriers = 5 * steps * chunks + 3 * steps * (of_sum + 1)
+    assert counters.cta_barriers == barriers + 3 * 2 * groups * (n // rows)
+
+
 @pytest.mark.parametrize("name", SM90)
 def test_sm90(sm90, name):
     """Each serves two heads with as many queries as it has in a tile."""
     tile, mask = SM90[name]
     heads, d, m, n = 2, tile["head_dim"], tile["block_m"], KEY_BLOCKS * tile["block_n"]
+    dv = tile["head_dim_v"]
     # Under a mask that keeps the last key from the first query.
     band = {"window_right": 0, "diagonal_offset": n - 2} if mask == "banded" else {}
-    counters = sm90.check(*inputs_of(1, heads, m, d, len_k=n), **band, multiprocessors=1)[2]
+    inputs = inputs_of(1, heads, m, d, len_k=n, head_dim_v=dv)
+    counters = sm90.check(*inputs, **band, multiprocessors=1)[2]
     assert counters.bank_conflicts() == 0
     # TMA reads each element once, threads read none.
-    assert counters.tma_load_bytes == heads * (m + 2 * n) * d * 2
+    assert counters.tma_load_bytes == heads * (m * d + n * (d + dv)) * 2
     assert counters.global_reads_16 == counters.global_reads == 0
     # It writes each once as well, from where it lies in shared memory once. Threads write the LSE.
-    assert counters.tma_store_bytes == heads * m * d * 2
-    assert counters.store_matrix.wavefronts == heads * m * d * 2 // 128
+    assert counters.tma_store_bytes == heads * m * dv * 2
+    assert counters.store_matrix.wavefronts == heads * m * dv * 2 // 128
     assert (counters.global_writes_16, counters.global_writes) == (0, heads * m)
     # The producer tells each consumer of the tiles and of the end, in 16 bytes. The consumer's four
     # warps read them, g++ word by word.

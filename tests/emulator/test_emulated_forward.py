@@ -13,7 +13,9 @@ import torch
 from emulator import EmulationError, Emulator
 from support import (
     BANDS,
+    HEAD_DIM_PAIRS,
     HEAD_DIMS,
+    LARGE_HEAD_DIM_PAIRS,
     LARGE_HEAD_DIMS,
     LAYOUTS,
     LENGTHS,
@@ -26,7 +28,7 @@ from support import (
 )
 from support import random_inputs as random_inputs_of
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MASKS = False, True
 BOTH_MASKS = pytest.mark.parametrize("is_causal", MASKS, ids=["full", "causal"])
 # Of one CTA's shared memory, in bytes: what sm_80 and sm_86 lend. By these and by what sm_90 lends
@@ -56,6 +58,20 @@ def test_head_dims_and_dtypes(kernels, head_dim, is_causal):
 
 
 @BOTH_MASKS
+@pytest.mark.parametrize("head_dim, head_dim_v", [*HEAD_DIM_PAIRS, *LARGE_HEAD_DIM_PAIRS])
+def test_head_dims_of_v(kernels, head_dim, head_dim_v, is_causal):
+    """Of its own tensor, and of columns of k."""
+    if kernels.arch == 90 and (head_dim, head_dim_v) in LARGE_HEAD_DIM_PAIRS:
+        pytest.skip("sm80's")
+    for len_q in (150, 3):  # of few queries, heads share tiles
+        inputs = random_inputs(1, 4, len_q, head_dim, heads_kv=2, len_k=270, head_dim_v=head_dim_v)
+        q, k, v = map(poisoned, inputs)
+        for smem_limit in (0, *SMEM_LIMITS) if kernels.arch == 80 else (0,):
+            kernels.check(q, k, v, is_causal, smem_limit=smem_limit)
+        kernels.check(q, k, k[..., -head_dim_v:], is_causal)
+
+
+@BOTH_MASKS
 @pytest.mark.parametrize("smem_limit", SMEM_LIMITS)
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, *LARGE_HEAD_DIMS])
 def test_every_tile_of_sm80(sm80, head_dim, smem_limit, is_causal):
@@ -63,6 +79,31 @@ def test_every_tile_of_sm80(sm80, head_dim, smem_limit, is_causal):
         inputs = random_inputs(1, 2, 150, head_dim, heads_kv=1, len_k=270, dtype=dtype)
         options = {"smem_limit": smem_limit, "splits": splits}
         sm80.check(*map(poisoned, inputs), is_causal, **options)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("smem_limit", [0, *SMEM_LIMITS])
+@pytest.mark.parametrize("head_dim", [1, 20, 64, 100, 128, 200, 256])
+def test_every_tile_of_fp32(sm80, head_dim, smem_limit, is_causal):
+    for splits in (1, 2):
+        inputs = random_inputs(1, 2, 150, head_dim, heads_kv=1, len_k=270, dtype=FP32)
+        options = {"smem_limit": smem_limit, "splits": splits}
+        sm80.check(*map(poisoned, inputs), is_causal, **options)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_calls_of_fp32(sm80, seed):
+    inputs, call = random_call(seed, FP32)
+    options = {"smem_limit": [0, *SMEM_LIMITS][seed % 3], "splits": [0, 1, 3][seed % 3]}
+    sm80.check(*inputs, **call, **options, seed=seed)
+
+
+@pytest.mark.parametrize("size", [1e-30, 6.0, 1e3])
+@pytest.mark.parametrize("head_dim, len_k", [(64, 1024), (128, 1024), (256, 500)])
+def test_scores_of_fp32(sm80, head_dim, len_k, size):
+    """Sharp ones, in which errors do not average out."""
+    q, k, v = random_inputs(1, 1, 40, head_dim, len_k=len_k, dtype=FP32)
+    sm80.check(q * size, k, v)
 
 
 @BOTH_MASKS

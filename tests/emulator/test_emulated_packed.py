@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from emulator import Emulator
+from emulator import EmulationError, Emulator
 from packed import BIASED, CALLS, Call, check_sink
+from torch import float32 as FP32
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -23,19 +24,53 @@ def test_backward(unsplit, name, deterministic):
 def test_bias(unsplit, name):
     if unsplit.arch == 90:
         pytest.skip("the kernels of sm80 alone read a bias")
-    call = Call(**BIASED[name], is_padded=True)
-    call.check(unsplit)
-    call.check_backward(unsplit, seed=2)
+    for head_dim_v in (64, 20):
+        call = Call(**BIASED[name], is_padded=True, head_dim_v=head_dim_v)
+        call.check(unsplit)
+        call.check_backward(unsplit, seed=2)
 
 
-@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
-def test_head_dims(unsplit, head_dim):
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v",
+    [
+        *((d, d) for d in (32, 96, 128, 192, 256)),
+        (64, 40),
+        (40, 64),
+        (128, 8),
+        (8, 128),
+        (192, 128),
+    ],
+)
+def test_head_dims(unsplit, head_dim, head_dim_v):
     for changes in ({}, {"softcap": 2.0, "slopes": "h"}):
         lengths = [(200, 130), (33, 70), (0, 9)]
-        call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, **changes)
+        head_dims = {"head_dim": head_dim, "head_dim_v": head_dim_v}
+        call = Call(lengths, **head_dims, window=(90, 0), gap=1, **changes)
         call.check(unsplit)
+        if unsplit.arch == 90 and abs(head_dim - head_dim_v) >= 64:  # a strip of the tile, or more
+            with pytest.raises(EmulationError, match="have to fill the tile's strips"):
+                call.check_backward(unsplit)
+            continue
         call.check_backward(unsplit)
         call.check_backward(unsplit, deterministic=True)
+
+
+@pytest.mark.parametrize("name", [*CALLS, *(f"bias of {name}" for name in BIASED)])
+def test_fp32(library, name):
+    options = CALLS.get(name) or {**BIASED[name.removeprefix("bias of ")], "is_padded": True}
+    call = Call(**{**options, "dtype": FP32, "bias_dtype": FP32})
+    call.check(Emulator(library, 80))
+    if name in CALLS:  # a bias has no gradient there
+        call.check_backward(Emulator(library, 80))
+
+
+@pytest.mark.parametrize("softcap", [1.0, 50.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_of_fp32(library, head_dim, softcap):
+    changes = {"softcap": softcap, "slopes": "h"}
+    call = Call([(100, 130)], head_dim=head_dim, window=(-1, 0), dtype=FP32, **changes)
+    call.check(Emulator(library, 80))
+    call.check_backward(Emulator(library, 80))
 
 
 @pytest.mark.parametrize("smem_limit", [0, 101376])
@@ -43,8 +78,10 @@ def test_head_dims(unsplit, head_dim):
 def test_large_head_dims(library, head_dim, smem_limit):
     emulator = Emulator(library, 80, splits=1, smem_limit=smem_limit)
     lengths = [(200, 130), (33, 70), (0, 9)]
-    call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, has_sink=True)
-    call.check(emulator)
+    for changes in ({}, {"softcap": 2.0, "slopes": "h"}):
+        call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, has_sink=True, **changes)
+        call.check(emulator)
+        call.check_backward(emulator)
 
 
 def test_many_sequences(unsplit):

@@ -102,12 +102,14 @@ void Tma::bulk_load(Thread& thread, const void* source, void* target, int bytes,
 void Tma::begin_load(Thread& thread, const Box& box, const void* barrier) {
   Cta& cta = *thread.cta;
   const Load load{box, &cta.mbarriers.find_published(thread, barrier, box.code)};
+  bool is_outside = true;
   box.for_each_row([&](int offset, const unsigned char* address, int bytes) {
     for (int i = 0; i < box.map.row_bytes; i += SharedMemory::kChunk) {
       cta.shared.begin_copy(thread, cta.shared.data() + box.offset + offset + i,
                             SharedMemory::kChunk, box.code);
     }
     if (!address) return;
+    is_outside = false;
     const std::string wrong = cta.launch().global->read(address, bytes, SharedMemory::kChunk);
     if (!wrong.empty()) {
       fail(thread, box.code, "copies %d bytes from %p, %s", bytes,
@@ -115,6 +117,11 @@ void Tma::begin_load(Thread& thread, const Box& box, const void* barrier) {
     }
     cta.counters.tma_load_bytes += bytes;
   });
+  // The hardware touches the base even then. That of a ragged map is no tensor's.
+  if (is_outside && !cta.launch().global->read(box.map.data, 1, 1).empty()) {
+    fail(thread, box.code, "copies a box outside of a map whose base, %p, is not readable",
+         static_cast<const void*>(box.map.data));
+  }
   loads_.push_back(load);
   cta.yield(thread);
 }

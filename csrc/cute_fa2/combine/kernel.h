@@ -4,6 +4,7 @@
 #include <cutlass/fast_math.h>
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/element.h"
 #include "common/fragment.h"
@@ -123,12 +124,20 @@ struct CombineKernel {
     }
     CUTE_UNROLL
     for (int c = 0; c < 8; ++c) result(c) *= inverse;
-    auto words = make_tensor<uint32_t>(_4{});  // two columns each
-    convert_to_words<Element>(result, words);
     Element* to = static_cast<Element*>(params.out.data) + batch * params.out.stride_batch +
                   head * params.out.stride_head + query * params.out.stride_row + 8 * thread;
-    copy(Copy_Atom<Copy16Bytes, uint32_t>{}, words,
-         make_tensor(make_gmem_ptr(reinterpret_cast<uint32_t*>(to)), Shape<_4>{}));
+    if constexpr (std::is_same_v<Element, float>) {
+      CUTE_UNROLL
+      for (int c = 0; c < 8; c += 4) {
+        copy(Copy_Atom<Copy16Bytes, float>{}, make_tensor(result.data() + c, Shape<_4>{}),
+             make_tensor(make_gmem_ptr(to + c), Shape<_4>{}));
+      }
+    } else {
+      auto words = make_tensor<uint32_t>(_4{});  // two columns each
+      convert_to_words<Element>(result, words);
+      copy(Copy_Atom<Copy16Bytes, uint32_t>{}, words,
+           make_tensor(make_gmem_ptr(reinterpret_cast<uint32_t*>(to)), Shape<_4>{}));
+    }
     if (thread == 0) *row_of(params.lse) = lse;
   }
 };

@@ -18,6 +18,11 @@ struct ElementType<DType::kBFloat16> {
   using type = cutlass::bfloat16_t;
 };
 
+template <>
+struct ElementType<DType::kFloat> {
+  using type = float;
+};
+
 template <DType kDType>
 using ElementOf = typename ElementType<kDType>::type;
 

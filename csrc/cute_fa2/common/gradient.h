@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/fragment.h"
 #include "host/params.h"
@@ -43,9 +44,14 @@ CUTE_DEVICE void store_gradient(const GradientPlace& place, int row0, float fact
       auto pair = make_tensor<float>(_2{});  // of columns that lie together
       pair(0) = factor * gradient(r, c);     // fault: bwd-scale
       pair(1) = factor * gradient(r, c + 1);
-      auto word = make_tensor<uint32_t>(_1{});
-      convert_to_words<Element>(pair, word);
-      *reinterpret_cast<uint32_t*>(to + column) = word(0);
+      if constexpr (std::is_same_v<Element, float>) {
+        copy(Copy_Atom<UniversalCopy<uint64_t>, float>{}, pair,
+             make_tensor(make_gmem_ptr(to + column), cute::Shape<_2>{}));
+      } else {
+        auto word = make_tensor<uint32_t>(_1{});
+        convert_to_words<Element>(pair, word);
+        *reinterpret_cast<uint32_t*>(to + column) = word(0);
+      }
     }
   }
 }

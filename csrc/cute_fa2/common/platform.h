@@ -126,7 +126,8 @@ using CopyGlobalToShared = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t
 // ldmatrix: four 8 x 8 matrices of 2-byte elements, plain or transposed.
 using LoadMatrix = cute::SM75_U32x4_LDSM_N;
 using LoadMatrixTransposed = cute::SM75_U16x8_LDSM_T;
-// mma.sync m16n8k16 with fp32 accumulation.
+// mma.sync m16n8k16 with fp32 accumulation; of fp32 m16n8k8, which takes operands for TF32: of each
+// it leaves out the last 13 bits.
 template <class Element>
 struct MmaOf;
 template <>
@@ -137,8 +138,19 @@ template <>
 struct MmaOf<cutlass::bfloat16_t> {
   using type = cute::SM80_16x8x16_F32BF16BF16F32_TN;
 };
+template <>
+struct MmaOf<float> {
+  using type = cute::SM80_16x8x8_F32TF32TF32F32_TN;
+};
 template <class Element>
 using Mma = typename MmaOf<Element>::type;
+
+// The nearest number of TF32.
+CUTE_DEVICE float round_to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return __uint_as_float(y);
+}
 
 }  // namespace flash_cute::platform
 

@@ -14,26 +14,32 @@ namespace flash_cute {
   throw std::runtime_error("flash_cute: " + sentence);
 }
 
-// The smallest head dim that was built and serves the call; of a forward, the large ones too.
-inline int built_head_dim(const AttentionParams& params, bool forward = false) {
+// The smallest head dim that was built and serves the call.
+inline int built_head_dim(const AttentionParams& params) {
+  const bool is_fp32 = params.dtype == DType::kFloat;
   const int head_dim = std::max(params.head_dim, params.head_dim_v);
-  int greatest = 0;
-  for (int built : kBuiltHeadDims) {
-    if (head_dim <= built) return built;
-    greatest = built;
+  int found = 0, greatest = 0;
+  const auto look = [&](const auto& head_dims) {
+    for (int built : head_dims) {
+      if (found == 0 && head_dim <= built) found = built;
+      greatest = std::max(greatest, built);
+    }
+  };
+  if (is_fp32) {
+    look(kBuiltFp32HeadDims);
+  } else {
+    look(kBuiltHeadDims);
+    look(kBuiltLargeHeadDims);
   }
-  for (int built : kBuiltLargeHeadDims) {
-    if (!forward) break;
-    if (head_dim <= built) return built;
-    greatest = built;
-  }
-  refuse("this build has no kernel for head dim " + std::to_string(head_dim) +
-         ", only for those up to " + std::to_string(greatest) +
+  if (found != 0) return found;
+  refuse("this build has no kernel " + std::string(is_fp32 ? "of fp32 " : "") + "for head dim " +
+         std::to_string(head_dim) + ", only for those up to " + std::to_string(greatest) +
          "; build with FLASH_CUTE_HEAD_DIMS naming more, or without it");
 }
 
 [[noreturn]] inline void refuse_tile(const AttentionParams& params, int smem_limit) {
-  refuse("no tile for head dim " + std::to_string(params.head_dim) + " fits " +
+  const int head_dim = std::max(params.head_dim, params.head_dim_v);
+  refuse("no tile for head dim " + std::to_string(head_dim) + " fits " +
          std::to_string(smem_limit) + " bytes of shared memory");
 }
 

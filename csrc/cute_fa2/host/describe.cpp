@@ -8,7 +8,7 @@ JsonObject as_json(const TileEntrySm80& entry, DType dtype) {
   const FwdConfigSm80& config = entry.config;
   return JsonObject()
       .add("arch", "sm80")
-      .add("op", "fwd")
+      .add("op", dtype == DType::kFloat ? "fwd_fp32" : "fwd")
       .add("mask", "any")
       .add("head_dim", config.head_dim)
       .add("head_dim_v", config.head_dim_v)
@@ -68,6 +68,26 @@ JsonObject as_json(const BwdEntrySm80& entry, DType dtype) {
       .add("max_registers", entry.max_registers());
 }
 
+JsonObject as_json(const LargeBwdEntrySm80& entry, DType dtype) {
+  const LargeBwdConfigSm80& config = entry.config;
+  return JsonObject()
+      .add("arch", "sm80")
+      .add("op", dtype == DType::kFloat ? "bwd_fp32" : "bwd")
+      .add("mask", "any")
+      .add("head_dim", entry.head_dim)
+      .add("head_dim_v", entry.head_dim)
+      .add("block_m", config.block_rows)
+      .add("block_n", config.kTileRows)
+      .add("columns", config.columns)
+      .add("chunk_columns", config.chunk_columns)
+      .add("chunk_rows", config.chunk_rows)
+      .add("warps", config.kThreads / 32)
+      .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
+      .add("stages", config.stages)
+      .add("ctas_per_sm", 1)
+      .add("max_registers", entry.max_registers());
+}
+
 JsonObject as_json(const BwdConfigSm90& config, DType dtype) {
   return JsonObject()
       .add("arch", "sm90")
@@ -120,9 +140,10 @@ const char* name_of(DqBy dq_by) {
 
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device) {
   const bool is_sm80 = plan.arch == Arch::kSm80;
-  JsonObject json = is_sm80 ? as_json(kFwdTilesSm80[plan.tile], params.dtype)
+  const auto tiles_sm80 = fwd_tiles_sm80(bytes_of(params.dtype));
+  JsonObject json = is_sm80 ? as_json(tiles_sm80[plan.tile], params.dtype)
                             : as_json(kFwdTilesSm90[plan.tile], params.dtype);
-  const int ctas_per_sm = is_sm80 ? kFwdTilesSm80[plan.tile].ctas_per_sm : 1;
+  const int ctas_per_sm = is_sm80 ? tiles_sm80[plan.tile].ctas_per_sm : 1;
   const TileSchedule& schedule = plan.schedule;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   // The sm90 kernels for splits serve any mask.
@@ -149,9 +170,12 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
 
 std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device) {
   const bool is_sm80 = plan.arch == Arch::kSm80;
-  JsonObject json = is_sm80 ? as_json(kBwdTilesSm80[plan.tile], params.dtype)
-                            : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
-  const int ctas_per_sm = is_sm80 ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
+  const bool is_large = plan.columns > 0;
+  const auto large_tiles = large_bwd_tiles_sm80(bytes_of(params.dtype));
+  JsonObject json = is_large  ? as_json(large_tiles[plan.tile], params.dtype)
+                    : is_sm80 ? as_json(kBwdTilesSm80[plan.tile], params.dtype)
+                              : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
+  const int ctas_per_sm = is_sm80 && !is_large ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   const int tiles = plan.order.tiles();
   return json

@@ -9,6 +9,7 @@
 #include "host/plan_bwd.h"
 #include "host/plan_fwd.h"
 #include "tiles/bwd_sm80.h"
+#include "tiles/bwd_sm80_large.h"
 #include "tiles/bwd_sm90.h"
 #include "tiles/fwd_sm80.h"
 #include "tiles/fwd_sm90.h"
@@ -18,6 +19,7 @@ namespace flash_cute {
 JsonObject as_json(const TileEntrySm80& entry, DType dtype);
 JsonObject as_json(const TileEntrySm90& entry, DType dtype);
 JsonObject as_json(const BwdEntrySm80& entry, DType dtype);
+JsonObject as_json(const LargeBwdEntrySm80& entry, DType dtype);
 JsonObject as_json(const BwdConfigSm90& config, DType dtype);
 JsonObject as_json(const DqConfigSm90& config, DType dtype);
 

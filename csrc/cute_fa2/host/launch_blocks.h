@@ -42,14 +42,15 @@ struct BlockRequests {
   void add(const BlockRequest& request) {
     if (request.list.bound > 0) lists[list_count++] = request;
   }
-  // Of 2-byte elements.
-  void add_unused(const TensorView<void*>& view, int heads, int columns, bool of_keys) {
+  void add_unused(const TensorView<void*>& view, DType dtype, int heads, int columns,
+                  bool of_keys) {
+    const int elements = 4 / bytes_of(dtype);  // of a word
     results[result_count++] = {view.data,
-                               view.stride_batch / 2,
-                               view.stride_head / 2,
-                               view.stride_row / 2,
+                               view.stride_batch / elements,
+                               view.stride_head / elements,
+                               view.stride_row / elements,
                                heads,
-                               columns / 2,
+                               columns / elements,
                                of_keys,
                                0};
   }

@@ -12,12 +12,13 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   if (params.is_packed()) {
     BlockRequests requests;
     // sm80: sums that are in order are in that of the keys.
-    requests.add({.list = params.key_tiles,
-                  .of_keys = true,
-                  .sorts = plan.arch == Arch::kSm90 || !params.deterministic,
-                  .rows = plan.block_n,
-                  .other_rows = plan.block_m,
-                  .index_rows = plan.block_m});
+    requests.add(
+        {.list = params.key_tiles,
+         .of_keys = true,
+         .sorts = plan.dq_by != DqBy::kSums || plan.arch == Arch::kSm90 || !params.deterministic,
+         .rows = plan.block_n,
+         .other_rows = plan.block_m,
+         .index_rows = plan.block_m});
     requests.add({.list = params.row_blocks,
                   .of_keys = false,
                   .sorts = false,
@@ -32,16 +33,27 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
                     .other_rows = plan.block_n,
                     .index_rows = plan.block_m});
     }
-    requests.add_unused(params.dq, params.heads_q, params.head_dim, false);
-    requests.add_unused(params.dk, params.heads_kv(), params.head_dim, true);
-    requests.add_unused(params.dv, params.heads_kv(), params.head_dim_v, true);
+    requests.add_unused(params.dq, params.dtype, params.heads_q, params.head_dim, false);
+    requests.add_unused(params.dk, params.dtype, params.heads_kv(), params.head_dim, true);
+    requests.add_unused(params.dv, params.dtype, params.heads_kv(), params.head_dim_v, true);
     launch_blocks(params, requests, device, stream);
   }
   launch_preprocess(params, plan, device, stream);
   if (params.dsink) launch_sink_gradient(params, plan, device, stream);
   if (params.len_k == 0) return;  // that of a sink alone was asked for
+  if (params.dtype == DType::kFloat) {
+    head_dim_switch<kBuiltFp32HeadDims>(plan.columns, [&](auto columns) {
+      launch_bwd_sm80_large<DType::kFloat, columns()>(plan, params, device, stream);
+    });
+    return;
+  }
+  head_dim_switch<kBuiltBwdColumns>(plan.columns, [&](auto columns) {
+    half_dtype_switch(params.dtype, [&](auto dtype) {
+      launch_bwd_sm80_large<dtype(), columns()>(plan, params, device, stream);
+    });
+  });
   head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
-    dtype_switch(params.dtype, [&](auto dtype) {
+    half_dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
         if (plan.arch == Arch::kSm80) {
           launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);

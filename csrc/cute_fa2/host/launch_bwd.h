@@ -22,9 +22,12 @@ void launch_preprocess(const BwdParams& params, const BwdPlan& plan, int device,
 void launch_sink_gradient(const BwdParams& params, const BwdPlan& plan, int device,
                           cudaStream_t stream);
 
-// Instantiated in the generated files; defined in smXX/bwd/launch.h.
+// Instantiated in the generated files; defined in smXX/bwd/launch.h and sm80/bwd/large/launch.h.
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm80(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream);
+template <DType kDType, int kColumns>
+void launch_bwd_sm80_large(const BwdPlan& plan, const BwdParams& params, int device,
+                           cudaStream_t stream);
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm90(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream);
 

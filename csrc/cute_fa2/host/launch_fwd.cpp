@@ -18,16 +18,28 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
                   .rows = plan.schedule.block_m >> plan.gqa.log2_rows,
                   .other_rows = plan.block_n,
                   .index_rows = plan.schedule.block_m});
-    requests.add_unused(params.out, params.heads_q, params.head_dim_v, false);
+    requests.add_unused(params.out, params.dtype, params.heads_q, params.head_dim_v, false);
     requests.add_unused_lse(params.lse, params.heads_q);
     launch_blocks(params, requests, device, stream);
   }
-  head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
-    dtype_switch(params.dtype, [&](auto dtype) {
-      mask_switch(params.mask, [&](auto mask) {
-        if (plan.arch == Arch::kSm80) {
-          launch_fwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
-        } else if constexpr (kSm90IsBuilt) {
+  const auto launch_sm80 = [&](auto dtype, auto head_dim) {
+    mask_switch(params.mask, [&](auto mask) {
+      launch_fwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
+    });
+  };
+  if (params.dtype == DType::kFloat) {
+    head_dim_switch<kBuiltFp32HeadDims>(
+        plan.head_dim, [&](auto head_dim) { launch_sm80(Constant<DType::kFloat>{}, head_dim); });
+  } else if (plan.arch == Arch::kSm80) {
+    half_dtype_switch(params.dtype, [&](auto dtype) {
+      const auto launch = [&](auto head_dim) { launch_sm80(dtype, head_dim); };
+      head_dim_switch<kBuiltHeadDims>(plan.head_dim, launch);
+      head_dim_switch<kBuiltLargeHeadDims>(plan.head_dim, launch);
+    });
+  } else if constexpr (kSm90IsBuilt) {
+    head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
+      half_dtype_switch(params.dtype, [&](auto dtype) {
+        mask_switch(params.mask, [&](auto mask) {
           // The kernels for splits serve any mask.
           if (is_split) {
             launch_fwd_sm90<dtype(), head_dim(), MaskKind::kBanded, true>(plan, params, device,
@@ -35,17 +47,10 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
           } else {
             launch_fwd_sm90<dtype(), head_dim(), mask(), false>(plan, params, device, stream);
           }
-        }
+        });
       });
     });
-  });
-  head_dim_switch<kBuiltLargeHeadDims>(plan.head_dim, [&](auto head_dim) {
-    dtype_switch(params.dtype, [&](auto dtype) {
-      mask_switch(params.mask, [&](auto mask) {
-        launch_fwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);
-      });
-    });
-  });
+  }
   if (is_split) launch_combine(params, device, stream);
 }
 

@@ -13,17 +13,21 @@ namespace flash_cute {
 // Rows and keys are counted in 32 bits. Sums of two lengths and the rows of a tile stay below 2^31.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - (1 << 12);
 constexpr int kMaxHeadDim = 1024;
-constexpr int kMaxHeadDimBwd = 256;  // of gradients
+// Head dims above this one are large. sm80 alone has kernels for them, and no gradient of a bias.
+constexpr int kLargeAbove = 256;
+constexpr int kMaxHeadDimFp32 = 256;
 
 enum class Arch { kSm80 = 80, kSm90 = 90 };
 
-enum class DType { kHalf, kBFloat16 };
+enum class DType { kHalf, kBFloat16, kFloat };
 
 constexpr int bytes_of(DType dtype) {
   switch (dtype) {
     case DType::kHalf:
     case DType::kBFloat16:
       return 2;
+    case DType::kFloat:
+      return 4;
   }
   __builtin_unreachable();
 }
@@ -228,7 +232,7 @@ struct BwdParams : AttentionParams {
                  // all together (Sequence::first_block)
   BlockList key_tiles;   // MaskKind::kPacked
   BlockList row_blocks;  // likewise, of block_m rows
-  BlockList dq_tiles;    // likewise, of query rows where dQ has a kernel of its own (sm90)
+  BlockList dq_tiles;    // likewise, of query rows where dQ has a kernel of its own
   // Few tiles share the query heads of a group among so many CTAs; their dK and dV are summed
   // later.
   int head_splits;

@@ -7,6 +7,7 @@
 #include "host/why_no_tensor_map.h"
 #include "host/workspace.h"
 #include "tiles/bwd_sm80.h"
+#include "tiles/bwd_sm80_large.h"
 #include "tiles/bwd_sm90.h"
 
 namespace flash_cute {
@@ -74,14 +75,12 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
 // Tiles of query rows, as those of a forward: from the last rows to the first, which under a causal
 // mask have the fewest keys; unequal ones through as many heads side by side as leave their K and V
 // in two thirds of L2.
-TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
-                         const DeviceProperties& device) {
+TileOrder order_dq_tiles(const BwdParams& params, int block_m, const DeviceProperties& device) {
   const int64_t columns = params.head_dim + params.head_dim_v;
   const bool is_padded = params.is_packed() && !params.sequences.cu_seqlens_k;
   const int64_t keys = std::max<int64_t>(params.len_k, 1) * (is_padded ? params.batch : 1);
   const int64_t kv_head_bytes = keys * columns * bytes_of(params.dtype);
-  const int m_blocks =
-      count_blocks(params, params.sequences.cu_seqlens_q, params.len_q, config.block_m());
+  const int m_blocks = count_blocks(params, params.sequences.cu_seqlens_q, params.len_q, block_m);
   check_grid(params.heads_q * entries(params) * m_blocks);
   const int heads = params.heads_q * static_cast<int>(entries(params));
   const int64_t side_by_side = device.l2_bytes / 3 * 2 / kv_head_bytes * params.group_size;
@@ -95,6 +94,14 @@ TileOrder order_dq_tiles(const BwdParams& params, const DqConfigSm90& config,
           .first_head_group = (heads - 1) % head_group + 1,
           .ascending = false,
           .before_last = 0};
+}
+
+// Where dQ has a kernel of its own.
+void set_dq_tiles(BwdPlan& plan, const BwdParams& params, int block_m,
+                  const DeviceProperties& device) {
+  plan.dq_order = order_dq_tiles(params, block_m, device);
+  plan.dq_block_m = block_m;
+  plan.dq_blocks = params.is_packed() ? plan.dq_order.m_blocks : 0;
 }
 
 BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& params) {
@@ -126,7 +133,7 @@ void count_blocks(BwdPlan& plan, const BwdParams& params) {
 void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& overrides,
             const DeviceProperties& device) {
   const int64_t tiles = entries(params) * params.heads_kv() * plan.n_blocks;
-  plan.head_splits = params.is_packed()
+  plan.head_splits = params.is_packed() || plan.columns > 0
                          ? 1
                          : choose_head_splits(params, std::max<int64_t>(tiles, 1),
                                               device.multiprocessors, overrides.head_splits);
@@ -146,6 +153,33 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
   plan.workspace_bytes = count.bytes();
 }
 
+// Calls that have kernels of their own (sm80/bwd/large/): a CTA has a group of columns of one
+// gradient.
+bool is_large(const BwdParams& params, int head_dim) {
+  return head_dim > kLargeAbove || params.dtype == DType::kFloat;
+}
+
+void plan_large(BwdPlan& plan, const BwdParams& params, int smem_limit,
+                const DeviceProperties& device) {
+  if (params.dbias.data) {
+    const std::string of_head_dim = "the head dim is above " + std::to_string(kLargeAbove);
+    refuse("bias requires a gradient and " +
+           (params.dtype == DType::kFloat ? "q is float32" : of_head_dim) + ": there it has none");
+  }
+  plan.tile = select_bwd_sm80_large(plan.head_dim, smem_limit, bytes_of(params.dtype));
+  if (plan.tile < 0) refuse_tile(params, smem_limit);
+  const LargeBwdConfigSm80& config = large_bwd_tiles_sm80(bytes_of(params.dtype))[plan.tile].config;
+  plan.columns = config.columns;
+  plan.block_m = config.block_rows;
+  plan.block_n = config.kTileRows;
+  count_blocks(plan, params);
+  plan.dq_by = DqBy::kOwnKernel;
+  set_dq_tiles(plan, params, config.kTileRows, device);
+  const int64_t groups = ceil_div(plan.head_dim, config.columns);
+  check_grid(entries(params) * params.heads_kv() * plan.n_blocks * groups, "key");
+  check_grid(plan.dq_order.tiles() * groups);
+}
+
 BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
                   const DeviceProperties& device) {
   BwdPlan plan{};
@@ -154,6 +188,11 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
+  if (is_large(params, plan.head_dim)) {
+    plan_large(plan, params, limit, device);
+    finish(plan, params, overrides, device);
+    return plan;
+  }
   plan.tile = select_bwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, limit);
   const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
@@ -170,10 +209,14 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
 std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
                          const DeviceProperties& device) {
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
+  if (p.dtype == DType::kFloat) return "fp32 has kernels of sm80 alone";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";
   if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
+  if (std::max(p.head_dim, p.head_dim_v) > kLargeAbove) {
+    return "the head dim is above " + std::to_string(kLargeAbove);
+  }
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
   if (why_not.empty()) {
@@ -188,6 +231,12 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   return why_not;
 }
 
+// Whether a strip of the tile has no column of Q and K, or of V and dO. A box that lies outside of
+// a ragged map would touch other memory.
+bool lacks_strips(const BwdParams& p, int tile_columns) {
+  return std::min(p.head_dim, p.head_dim_v) <= tile_columns - FwdConfigSm90::strip(tile_columns);
+}
+
 BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
                   const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
   BwdPlan plan{};
@@ -197,6 +246,10 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   if (!plan.why_not_sm90.empty()) return plan;
   plan.tile = select_bwd_sm90(plan.head_dim);
   const BwdEntrySm90& entry = kBwdTilesSm90[plan.tile];
+  if (params.is_packed() && lacks_strips(params, plan.head_dim)) {
+    plan.why_not_sm90 = "packed sequences have to fill the tile's strips of columns, D and Dv";
+    return plan;
+  }
   plan.block_m = entry.keys.kBlockM;
   plan.block_n = entry.keys.block_n();
   count_blocks(plan, params);
@@ -206,9 +259,7 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
                : one_pass && !params.deterministic                   ? DqBy::kSums
                                                                      : DqBy::kOwnKernel;
   if (plan.dq_by == DqBy::kOwnKernel) {
-    plan.dq_order = order_dq_tiles(params, entry.rows, device);
-    plan.dq_block_m = entry.rows.block_m();
-    plan.dq_blocks = params.is_packed() ? plan.dq_order.m_blocks : 0;
+    set_dq_tiles(plan, params, entry.rows.block_m(), device);
   }
   finish(plan, params, overrides, device);
   if (encode_tensor_maps) {
@@ -240,10 +291,6 @@ BwdOverrides parse_bwd_overrides(const std::string& text) {
 
 BwdPlan plan_bwd(const BwdParams& params, const BwdOverrides& overrides,
                  const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
-  if (std::max(params.head_dim, params.head_dim_v) > kMaxHeadDimBwd) {
-    refuse("the head dim is above " + std::to_string(kMaxHeadDimBwd) +
-           ", where the kernels have no gradient");
-  }
   std::string why_not_sm90;
   if (overrides.arch != 80) {
     BwdPlan plan = plan_sm90(params, overrides, device, encode_tensor_maps);

@@ -38,7 +38,7 @@ struct BwdTensorMaps {
 };
 
 // Where dQ comes from. kTile: a tile of keys has all keys, and stores dQ. kSums: tiles of keys add
-// their parts in memory. kOwnKernel: tiles of query rows (sm90).
+// their parts in memory. kOwnKernel: tiles of query rows (sm90; sm80 above head dim 256).
 enum class DqBy { kTile, kSums, kOwnKernel };
 
 struct BwdPlan {
@@ -46,6 +46,8 @@ struct BwdPlan {
   std::string why_not_sm90;  // if the arch is sm80 though sm90 was not ruled out by the caller
   int head_dim;              // that the kernel was built for
   int tile;                  // index of the entry in the arch's tile table
+  int columns;               // large head dims, which have a table of their own: those of a
+                             // gradient that a tile has; else 0
   int block_m;
   int block_n;
   DqBy dq_by;

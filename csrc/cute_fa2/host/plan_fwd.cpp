@@ -78,13 +78,13 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
                   const DeviceProperties& device) {
   FwdPlan plan{};
   plan.arch = Arch::kSm80;
-  plan.head_dim = built_head_dim(params, true);
+  plan.head_dim = built_head_dim(params);
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
-  plan.tile = select_fwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
+  plan.tile = select_fwd_sm80(plan.head_dim, params.head_dim_v, limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, limit);
-  const TileEntrySm80& entry = kFwdTilesSm80[plan.tile];
+  const TileEntrySm80& entry = fwd_tiles_sm80(bytes_of(params.dtype))[plan.tile];
   const int block_m = entry.config.block_m;
   plan.block_n = entry.config.block_n;
   plan.gqa = gqa_layout(of_mean_length(params), block_m, kMaxLength);
@@ -101,19 +101,18 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
 
 // -- sm90 -----------------------------------------------------------------------------------------
 
-constexpr int kMaxHeadDimSm90 = 256;
-
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
 std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& overrides,
                          const DeviceProperties& device) {
   if (!kSm90IsBuilt) return "this build has no such kernels (FLASH_CUTE_ARCHS has to name 90a)";
+  if (p.dtype == DType::kFloat) return "fp32 has kernels of sm80 alone";
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";
   if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
   if (p.scale.q_sign != 1.f) return "softmax_scale is not above 0";
-  if (head_dim > kMaxHeadDimSm90) {
-    return "the head dim is above " + std::to_string(kMaxHeadDimSm90);
+  if (head_dim > kLargeAbove) {
+    return "the head dim is above " + std::to_string(kLargeAbove);
   }
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
@@ -146,7 +145,8 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
   double least = std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < std::size(kFwdTilesSm90); ++i) {
     const TileEntrySm90& entry = kFwdTilesSm90[i];
-    if (entry.config.head_dim != head_dim || !entry.serves(params.mask)) continue;
+    if (entry.config.head_dim != head_dim || entry.config.head_dim_v < params.head_dim_v) continue;
+    if (!entry.serves(params.mask)) continue;
     const int block_m = entry.config.block_m(), block_n = entry.config.block_n;
     const GqaLayout gqa = gqa_layout(params, block_m, max_rows_per_query_sm90(params));
     const TailSplit tail =
@@ -166,9 +166,10 @@ constexpr bool every_head_dim_has_tiles_sm90() {
     if (select_split_kv_sm90(built) < 0) return false;
     bool full = false, banded = false, packed = false;
     for (const TileEntrySm90& entry : kFwdTilesSm90) {
-      full |= entry.config.head_dim == built && entry.full;
-      banded |= entry.config.head_dim == built && entry.banded;
-      packed |= entry.config.head_dim == built && entry.packed;
+      if (entry.config.head_dim != built || entry.config.head_dim_v != built) continue;
+      full |= entry.full;
+      banded |= entry.banded;
+      packed |= entry.packed;
     }
     if (!full || !banded || !packed) return false;
   }
@@ -180,7 +181,7 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
                   const DeviceProperties& device, EncodeTensorMaps encode_tensor_maps) {
   FwdPlan plan{};
   plan.arch = Arch::kSm90;
-  plan.head_dim = built_head_dim(params, true);
+  plan.head_dim = built_head_dim(params);
   plan.why_not_sm90 = why_not_sm90(params, plan.head_dim, overrides, device);
   if (!plan.why_not_sm90.empty()) return plan;
 

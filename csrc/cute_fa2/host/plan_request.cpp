@@ -11,13 +11,13 @@
 namespace flash_cute {
 namespace {
 
-// What `plan` is asked. fp16 and bf16 get the same plan.
+// What `plan` is asked. fp16 and bf16 get the same plan, fp32 another.
 struct Request {
   int64_t batch = 1, heads_q = 1, heads_kv = 1, len_q = 1, len_k = 1, head_dim = 64;
   int64_t head_dim_v = 0;  // as head_dim
   int64_t window_left = -1, window_right = -1;
   int64_t scale_sign = 1;
-  int64_t backward = 0, deterministic = 0;
+  int64_t backward = 0, deterministic = 0, is_fp32 = 0;
   // Elements from one entry to the next; -1 of a dense tensor.
   struct {
     int64_t batch = -1, head = -1, row = -1;
@@ -42,6 +42,7 @@ struct Request {
                   {"scale_sign", scale_sign, -1, 1},
                   {"backward", backward, 0, 1},
                   {"deterministic", deterministic, 0, 1},
+                  {"is_fp32", is_fp32, 0, 1},
                   {"q_stride_batch", q.batch, -1, INT64_MAX},
                   {"q_stride_head", q.head, -1, INT64_MAX},
                   {"q_stride_row", q.row, -1, INT64_MAX},
@@ -99,7 +100,7 @@ void set_attention(AttentionParams& params, const Request& r) {
   params.group_size = static_cast<int>(r.heads_q / r.heads_kv);
   params.len_q = static_cast<int>(r.len_q);
   params.len_k = static_cast<int>(r.len_k);
-  params.dtype = DType::kBFloat16;
+  params.dtype = r.is_fp32 != 0 ? DType::kFloat : DType::kBFloat16;
   params.mask =
       set_band(params.band, r.len_q, r.len_k, r.window_left, r.window_right, r.len_k - r.len_q);
   params.scale = make_softmax_scale(r.scale_sign / std::sqrt(static_cast<double>(r.head_dim)));

@@ -120,9 +120,14 @@ struct PreprocessKernel {
     float sum = 0.f;
     for (int column = thread % kLanes * 8; column < columns; column += kLanes * 8) {
       auto chunk = [&](const Element* row) {
+        constexpr int kAtOnce = 16 / sizeof(Element);
         auto elements = make_tensor<Element>(_8{});
-        copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{},
-             make_tensor(make_gmem_ptr(row + column), Shape<_8>{}), elements);
+        CUTE_UNROLL
+        for (int i = 0; i < 8; i += kAtOnce) {
+          copy(Copy_Atom<UniversalCopy<uint128_t>, Element>{},
+               make_tensor(make_gmem_ptr(row + column + i), Shape<Int<kAtOnce>>{}),
+               make_tensor(elements.data() + i, Shape<Int<kAtOnce>>{}));
+        }
         return elements;
       };
       const auto of_a = chunk(a), of_b = chunk(b);

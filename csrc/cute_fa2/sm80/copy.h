@@ -28,7 +28,7 @@ class TileLoader {
         make_tensor(make_gmem_ptr(data), make_shape(kMaxLength, size<1>(TileShape{})),
                     make_stride(stride_row, _1{}));
     const auto tile = local_tile(matrix, TileShape{}, make_coord(index, _0{}));
-    // (8, rows, columns)
+    // (chunk, rows, columns)
     return &GmemCopy{}.get_slice(thread_).partition_S(tile)(0, 0, 0);
   }
 
@@ -38,10 +38,10 @@ class TileLoader {
   CUTE_DEVICE void load(const Element*& source, int64_t stride_row, Target&& target,
                         int rows) const {
     using namespace cute;
-    auto to = GmemCopy{}.get_slice(thread_).partition_D(target);  // (8, rows, columns)
+    auto to = GmemCopy{}.get_slice(thread_).partition_D(target);  // (chunk, rows, columns)
     constexpr int kStep = decltype(size<0>(TileShape{}))::value / decltype(size<1>(to))::value;
-    // (8, rows, columns) -> (row, column). Those of thread 0 are constants. All others of a thread
-    // differ from them by one offset. So constants are compared with what is left.
+    // (chunk, rows, columns) -> (row, column). Those of thread 0 are constants. All others of a
+    // thread differ from them by one offset. So constants are compared with what is left.
     auto at = GmemCopy{}.get_slice(thread_).partition_S(make_identity_tensor(TileShape{}));
     auto beside = GmemCopy{}.get_slice(0).partition_S(make_identity_tensor(TileShape{}));
     const int rows_left = rows - static_cast<int>(get<0>(at(0, 0, 0)));
@@ -53,7 +53,7 @@ class TileLoader {
         const bool row_exists = kIsWhole || get<0>(beside(0, r, c)) < rows_left;
         const int column = get<1>(beside(0, r, c));
         copy(GmemCopy{}.with(row_exists && column < columns_left),
-             make_tensor(make_gmem_ptr(source + column), Shape<_8>{}), to(_, r, c));
+             make_tensor(make_gmem_ptr(source + column), make_layout(size<0>(to))), to(_, r, c));
       }
       // One running pointer, not an address for each row: registers are short here.
       source += kStep * stride_row;
@@ -67,8 +67,8 @@ class TileLoader {
     using namespace cute;
     using Element = typename std::remove_reference_t<Target>::value_type;
     const auto thread_copy = GmemCopy{}.get_slice(thread_);
-    auto to = thread_copy.partition_D(target);  // (8, rows, columns)
-    // (8, rows, columns) -> (row, column)
+    auto to = thread_copy.partition_D(target);  // (chunk, rows, columns)
+    // (chunk, rows, columns) -> (row, column)
     auto at = thread_copy.partition_S(make_identity_tensor(TileShape{}));
     constexpr int kRows = decltype(size<1>(to))::value;
     constexpr int kStep = decltype(size<0>(TileShape{}))::value / kRows;
@@ -79,7 +79,8 @@ class TileLoader {
           for (int c = 0; c < size<2>(to); ++c) {
             const int column = get<1>(at(0, r, c));
             copy(GmemCopy{}.with(exists && column < columns_),
-                 make_tensor(make_gmem_ptr(source + column), Shape<_8>{}), to(_, r, c));
+                 make_tensor(make_gmem_ptr(source + column), make_layout(size<0>(to))),
+                 to(_, r, c));
           }
         });
   }
@@ -91,7 +92,7 @@ class TileLoader {
     using namespace cute;
     using Element = typename std::remove_reference_t<Target>::value_type;
     const auto thread_copy = GmemCopy{}.get_slice(platform::rematerialize(thread_));
-    auto mine = thread_copy.partition_D(target);  // (8, rows, columns)
+    auto mine = thread_copy.partition_D(target);  // (chunk, rows, columns)
     CUTE_UNROLL
     for (int i = 0; i < size(mine); ++i) mine(i) = Element(float(mine(i)) * factor);
   }

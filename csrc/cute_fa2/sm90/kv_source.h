@@ -87,8 +87,17 @@ class TmaKV {
       const bool is_empty = sequence.len_k == 0;
       const int end = is_empty ? 1 : sequence.first_k + sequence.len_k;  // fault: ragged-end
       const int row = params_.len_k - (is_empty ? 1 : sequence.len_k) + n_block * kBlockN;
-      tma_load_rows<kBlockN, Traits::kHeadDimV, Traits::kStripV>(maps_.v, params_.v, target,
-                                                                 arrival, row, kv_head, batch, end);
+      CUTE_UNROLL
+      for (int column = 0; column < Traits::kHeadDimV; column += Traits::kStripV) {
+        // So would a strip of columns that V does not have. K's map, whose boxes have the same
+        // shape, gives zeros for it.
+        static_assert(Traits::kStripV == Traits::kStrip);
+        const bool is_outside = column >= params_.head_dim_v;
+        hopper::tma_load(is_outside ? maps_.k : maps_.v, target + column * kBlockN, arrival,
+                         is_outside ? Traits::kHeadDim : column, is_outside ? 0 : end,
+                         is_outside ? 0 : row, params_.v.stride_head != 0 ? kv_head : 0,
+                         params_.v.stride_batch != 0 ? batch : 0);
+      }
     } else {
       tma_load_rows<kBlockN, Traits::kHeadDimV, Traits::kStripV>(
           maps_.v, params_.v, target, arrival, n_block * kBlockN, kv_head, batch);

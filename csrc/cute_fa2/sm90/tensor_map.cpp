@@ -46,6 +46,8 @@ CUtensorMapDataType data_type_of(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     case DType::kBFloat16:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::kFloat:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   }
   __builtin_unreachable();
 }

@@ -3,6 +3,8 @@
 // notes/sm80_forward.md. Python reads the table through the op `build_info`.
 #pragma once
 
+#include <span>
+
 namespace flash_cute {
 
 // One tile: a CTA keeps `block_m` query rows and walks over the keys, `block_n` at a time. A
@@ -58,9 +60,9 @@ struct TileEntrySm80 {
   }
 };
 
-// For each head dim best first: a call gets the first entry that fits. A CTA may have 227 KB on
-// sm_90 and sm_100, 163 KB on sm_80, and 99 KB on sm_86, sm_89 and sm_120. The last entry of each
-// head dim fits 99 KB.
+// For each head dim best first: a call gets the first entry that fits and has columns enough for V.
+// A CTA may have 227 KB on sm_90 and sm_100, 163 KB on sm_80, and 99 KB on sm_86, sm_89 and sm_120.
+// The last entry of each pair of head dims fits 99 KB.
 inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     // head_dim, head_dim_v, block_m, block_n, row_warps, pipelined_qk, column_warps; ctas_per_sm
     {{32, 32, 128, 128, 4, true}, 2},       // 1.31, N 512 and 4096
@@ -68,6 +70,8 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     {{96, 96, 128, 64, 4, false}, 2},       // 1.13, N 512 and 4096
     {{128, 128, 128, 64, 4, false}, 2},     // 1.21, N 512 to 16384
     {{128, 128, 128, 32, 4, false}, 2},     // 1.09, N 512 and 4096
+    {{192, 128, 64, 64, 2, false, 2}, 2},   // not timed
+    {{192, 128, 128, 64, 8, false}, 1},     // not timed
     {{192, 192, 64, 64, 2, false, 2}, 2},   // 1.12, N 512 and 4096
     {{192, 192, 128, 64, 8, false}, 1},     // 1.00, N 512 and 4096
     {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.17, N 512 to 16384
@@ -84,11 +88,27 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     {{1024, 1024, 32, 128, 1, false, 8, 3, 32, 16, 256}, 1},
 };
 
-// The index of the entry that serves `head_dim` (a bucket), or -1.
-constexpr int select_fwd_sm80(int head_dim, int smem_per_cta, int element_bytes) {
+// Of fp32, with fewer buckets. None timed.
+inline constexpr TileEntrySm80 kFwdTilesFp32[] = {
+    {{64, 64, 128, 32, 4, false}, 2},    // 48 KB
+    {{128, 128, 128, 32, 8, false}, 1},  // 96 KB
+    {{256, 256, 64, 16, 4, false}, 2},   // 96 KB
+    {{256, 256, 64, 16, 4, false}, 1},
+};
+
+constexpr std::span<const TileEntrySm80> fwd_tiles_sm80(int element_bytes) {
+  if (element_bytes == 4) return kFwdTilesFp32;
+  return kFwdTilesSm80;
+}
+
+// The index of the entry that serves `head_dim` (a bucket) with V of `head_dim_v` columns, or -1.
+constexpr int select_fwd_sm80(int head_dim, int head_dim_v, int smem_per_cta, int element_bytes) {
   int index = 0;
-  for (const TileEntrySm80& entry : kFwdTilesSm80) {
-    if (entry.config.head_dim == head_dim && entry.fits(smem_per_cta, element_bytes)) return index;
+  for (const TileEntrySm80& entry : fwd_tiles_sm80(element_bytes)) {
+    if (entry.config.head_dim == head_dim && entry.config.head_dim_v >= head_dim_v &&
+        entry.fits(smem_per_cta, element_bytes)) {
+      return index;
+    }
     ++index;
   }
   return -1;

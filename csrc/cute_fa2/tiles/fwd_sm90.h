@@ -62,7 +62,8 @@ struct TileEntrySm90 {
   int row_cost = 100;     // time of a query row, in per cent of that in the head dim's first entry
   bool split_kv = false;  // serves split-KV, of any mask; one entry of a head dim
 
-  bool packed = false;  // serves MaskKind::kPacked and kScored
+  // Serves MaskKind::kPacked. And kScored, if V's head dim is Q's: else it would spill.
+  bool packed = false;
 
   constexpr bool serves(MaskKind mask) const {
     switch (mask) {
@@ -71,15 +72,16 @@ struct TileEntrySm90 {
       case MaskKind::kBanded:
         return banded;
       case MaskKind::kPacked:
-      case MaskKind::kScored:
         return packed;
+      case MaskKind::kScored:
+        return packed && config.head_dim == config.head_dim_v;
     }
     __builtin_unreachable();
   }
 };
 
-// Of several entries for a head dim and mask, a call gets the one that takes an SM the least time
-// (host/plan_fwd.cpp).
+// Of several entries for a head dim and mask, with columns enough for V, a call gets the one that
+// takes an SM the least time (host/plan_fwd.cpp).
 inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     // head_dim, head_dim_v, consumers, block_n, stages, q_stages, ping_pong;
     // full, banded, row_cost, split_kv, packed
@@ -94,6 +96,7 @@ inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     {{128, 128, 3, 64, 2, 2, false}, true, true, 100, false, true},  // 1.21, N 4096
     {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true, true},   // 1.06, N 512
     {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true},    // 1.18, N 512 and 4096
+    {{192, 128, 2, 128, 2, 1, true}, true, true, 80, false, true},   // not timed
     {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},    // 1.17, N 512 and 4096
 };
 

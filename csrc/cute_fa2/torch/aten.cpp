@@ -47,11 +47,18 @@ std::tuple<Results...> run(std::tuple<Results...> (*op)(Params...), const char* 
   return is_cuda ? op(args...) : call<Results...>(name, args...);
 }
 
+// The greatest head dim that was built.
+constexpr int kHeadDim = kBuiltHeadDims.empty() ? 0 : kBuiltHeadDims.back();
+
+// As PyTorch's flash backend: no fp32, and one head dim. Out is as q in the ops' shape functions,
+// and SDPA takes other backends where v's differs.
 bool serves(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) {
   const int64_t last = q.dim() - 1, head_dim = q.size(last);
   const int32_t dtype = dtype_of(q);
-  return dropout_p == 0 && dtype_from(dtype) && dtype_of(k) == dtype && dtype_of(v) == dtype &&
-         0 < head_dim && head_dim == v.size(last) && head_dim <= kBuiltHeadDims.back();
+  const bool is_16_bit =
+      dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_bfloat16();
+  return dropout_p == 0 && is_16_bit && dtype_of(k) == dtype && dtype_of(v) == dtype &&
+         0 < head_dim && head_dim == v.size(last) && head_dim <= kHeadDim;
 }
 
 // (B, N, H, D) as (B, H, N, D), and back. A view without the dispatcher; autograd does not see it.

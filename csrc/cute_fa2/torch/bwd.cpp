@@ -16,18 +16,21 @@ bool has_sizes(const Tensor& t, const int64_t* sizes, int64_t dims) {
   return t.dim() == dims && std::equal(sizes, sizes + dims, t.sizes().data());
 }
 
-// What memory safety needs of a forward's results and their gradients. `q` has been checked.
-void check_results(const Tensor& q, const Tensor& out, const Tensor& lse,
+// What memory safety needs of a forward's results and their gradients. q and v have been checked.
+void check_results(const Tensor& q, const Tensor& v, const Tensor& out, const Tensor& lse,
                    const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
                    int32_t dtype, int32_t device) {
   const int64_t dims = q.dim();
-  const int64_t* const sizes = q.sizes().data();
+  int64_t sizes[4];
+  std::copy_n(q.sizes().data(), dims, sizes);
+  sizes[dims - 1] = v.sizes()[dims - 1];
   const int64_t packed_rows[2] = {sizes[1], sizes[0]};
   const auto check = [&](const char* name, const Tensor& t, bool has_columns, int32_t wanted) {
     STD_TORCH_CHECK(
         has_sizes(t, has_columns || dims == 4 ? sizes : packed_rows, has_columns ? dims : dims - 1),
         name, " must have q's shape",
-        has_columns ? "" : " without the head dim, and of packed ones heads first");
+        has_columns ? " with v's head dim"
+                    : " without the head dim, and of packed ones heads first");
     STD_TORCH_CHECK(dtype_of(t) == wanted, name, " must be ",
                     has_columns ? "of q's dtype" : "float32");
     STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name, " must be on q's device");
@@ -64,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   const int32_t dtype = dtype_of(q);
   const bool is_packed = Sequences::is_packed(cu_seqlens_q, cu_seqlens_k);
   check_inputs(q, k, v, dtype, device, is_packed, softmax_scale);
-  check_results(q, out, softmax_lse, dout, dlse, dtype, device);
+  check_results(q, v, out, softmax_lse, dout, dlse, dtype, device);
   const CurrentStream stream(device);
 
   const Geometry gq(q), gk(k), gv(v);
@@ -102,12 +105,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
 
   std::optional<Tensor> q_copy, k_copy, v_copy, out_copy, dout_copy, no_dout;
   if (!dout) {  // a row of zeros, which all rows share
-    no_dout = torch::stable::new_empty(q, {1, 1, 1, whole_chunks(gq.sizes[3])});
+    no_dout = torch::stable::new_empty(q, {1, 1, 1, whole_chunks(gv.sizes[3])});
     torch::stable::zero_(*no_dout);
   }
   Writable written_q(dq), written_k(dk), written_v(dv);
   BwdParams params{};
-  set_attention(params, gq, gk, dtype, softmax_scale, window_left, window_right, diagonal_offset);
+  set_attention(params, gq, gk, gv, dtype, softmax_scale, window_left, window_right,
+                diagonal_offset);
   sequences.set(params, window_left, window_right, diagonal_offset);
   changes.set(params, window_left, window_right, diagonal_offset);
   params.sink = sink.data<const float>();

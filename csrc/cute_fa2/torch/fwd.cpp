@@ -28,7 +28,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
   check_inputs(q, k, v, dtype, device, is_packed, softmax_scale);
   const CurrentStream stream(device);
 
-  const Geometry gq(q), gk(k);
+  const Geometry gq(q), gk(k), gv(v);
   const int64_t batch = gq.sizes[0], heads_q = gq.sizes[1], len_q = gq.sizes[2];
   const int32_t fp32 = aoti_torch_dtype_float32();
   const Sequences sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start, batch,
@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
   const Changes changes(alibi_slopes, bias, softcap, dtype, device);
   const Numbers sink("learnable_sink", learnable_sink, heads_q, fp32, device);
   const int64_t lse_strides[3] = {heads_q * len_q, len_q, 1};
-  Tensor out = new_like(q, dtype, device);
+  Tensor out = new_out(q, gv.sizes[3], dtype, device);
   // (batch, heads, rows), or (heads, rows) of packed sequences
   Tensor lse =
       empty_strided(is_packed ? 2 : 3, gq.sizes + is_packed, lse_strides + is_packed, fp32, device);
@@ -50,7 +50,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
   std::optional<Tensor> q_copy, k_copy, v_copy;
   Writable written(out);
   FwdParams params{};
-  set_attention(params, gq, gk, dtype, softmax_scale, window_left, window_right, diagonal_offset);
+  set_attention(params, gq, gk, gv, dtype, softmax_scale, window_left, window_right,
+                diagonal_offset);
   sequences.set(params, window_left, window_right, diagonal_offset);
   changes.set(params, window_left, window_right, diagonal_offset);
   params.sink = sink.data<const float>();

@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -106,6 +107,21 @@ inline Tensor new_like(const Tensor& t, int32_t dtype, int32_t device) {
   return empty_strided(dims, sizes, strides, dtype, device);
 }
 
+// An output for the queries `q`: in q's order of dimensions, with `columns` columns, which lie
+// innermost where q has another number of them (flash_cute/checks.py: empty_out).
+inline Tensor new_out(const Tensor& q, int64_t columns, int32_t dtype, int32_t device) {
+  const int64_t last = q.dim() - 1;
+  if (q.sizes()[last] == columns) return new_like(q, dtype, device);
+  int64_t sizes[4], strides[4];
+  std::copy_n(q.sizes().data(), last + 1, sizes);
+  std::copy_n(q.strides().data(), last + 1, strides);
+  sizes[last] = columns;
+  strides[last] = 0;
+  AtenTensorHandle expanded;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_as_strided(q.get(), sizes, strides, &expanded));
+  return torch::stable::empty_like(Tensor(expanded));
+}
+
 inline int32_t dtype_of(const Tensor& t) {
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
@@ -115,6 +131,7 @@ inline int32_t dtype_of(const Tensor& t) {
 inline std::optional<DType> dtype_from(int32_t dtype) {
   if (dtype == aoti_torch_dtype_float16()) return DType::kHalf;
   if (dtype == aoti_torch_dtype_bfloat16()) return DType::kBFloat16;
+  if (dtype == aoti_torch_dtype_float32()) return DType::kFloat;
   return {};
 }
 
@@ -127,12 +144,14 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int3
                       v.get_device_index() == device,
                   "q, k and v must be on the same CUDA device");
   STD_TORCH_CHECK(dtype_from(dtype) && dtype_of(k) == dtype && dtype_of(v) == dtype,
-                  "q, k and v must be all float16 or all bfloat16");
+                  "q, k and v must be all float16, all bfloat16 or all float32");
   const Geometry gq(q), gk(k), gv(v);
   const int64_t *size_q = gq.sizes, *size_k = gk.sizes, *size_v = gv.sizes;
-  STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= kMaxHeadDim && size_k[3] == size_q[3] &&
-                      size_v[3] == size_q[3],
-                  "q, k and v must have the same head dim, from 1 to ", kMaxHeadDim);
+  const int max_head_dim = dtype_from(dtype) == DType::kFloat ? kMaxHeadDimFp32 : kMaxHeadDim;
+  STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= max_head_dim && size_k[3] == size_q[3],
+                  "q and k must have the same head dim, from 1 to ", max_head_dim);
+  STD_TORCH_CHECK(1 <= size_v[3] && size_v[3] <= max_head_dim, "v's head dim must be 1 to ",
+                  max_head_dim);
   STD_TORCH_CHECK(size_k[0] == size_q[0] && size_v[0] == size_q[0],
                   "q, k and v must have the same batch size");
   STD_TORCH_CHECK(size_v[1] == size_k[1] && size_v[2] == size_k[2],
@@ -227,7 +246,8 @@ class Changes {
   Changes(const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& bias,
           double softcap, int32_t dtype, int32_t device)
       : slopes_(alibi_slopes), bias_(bias), softcap_(softcap) {
-    STD_TORCH_CHECK(0 <= softcap && softcap < INFINITY, "softcap must be finite, and 0 or more");
+    STD_TORCH_CHECK(softcap == 0 || (FLT_MIN <= softcap && softcap <= FLT_MAX),
+                    "softcap must be finite in float32, and 0 or more");
     const int32_t fp32 = aoti_torch_dtype_float32();
     if (slopes_) {
       STD_TORCH_CHECK(dtype_of(*slopes_) == fp32, "alibi_slopes must be float32");
@@ -355,15 +375,17 @@ class Writable {
 
 // What a forward and its backward are called with, but for the addresses.
 inline void set_attention(AttentionParams& params, const Geometry& q, const Geometry& k,
-                          int32_t dtype, std::optional<double> softmax_scale, int64_t window_left,
-                          int64_t window_right, std::optional<int64_t> diagonal_offset) {
+                          const Geometry& v, int32_t dtype, std::optional<double> softmax_scale,
+                          int64_t window_left, int64_t window_right,
+                          std::optional<int64_t> diagonal_offset) {
   const int64_t len_q = q.sizes[2], len_k = k.sizes[2], head_dim = q.sizes[3];
   params.batch = static_cast<int>(q.sizes[0]);
   params.heads_q = static_cast<int>(q.sizes[1]);
   params.group_size = static_cast<int>(q.sizes[1] / k.sizes[1]);
   params.len_q = static_cast<int>(len_q);
   params.len_k = static_cast<int>(len_k);
-  params.head_dim = params.head_dim_v = static_cast<int>(whole_chunks(head_dim));
+  params.head_dim = static_cast<int>(whole_chunks(head_dim));
+  params.head_dim_v = static_cast<int>(whole_chunks(v.sizes[3]));
   params.dtype = *dtype_from(dtype);
   params.mask = set_band(params.band, len_q, len_k, window_left, window_right,
                          diagonal_offset.value_or(len_k - len_q));

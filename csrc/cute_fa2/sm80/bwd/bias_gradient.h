@@ -177,8 +177,8 @@ struct BiasGradientKernel {
     for_each_row(weights, smem, [&](int r, const RowGradStats& stats) {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(weights); ++c) {
-        weights(r, c) =
-            platform::exp2(fmaf(weights(r, c), params.scale.signed_log2(), -stats.lse_log2));
+        weights(r, c) = platform::exp2(
+            not_above_0(fmaf(weights(r, c), params.scale.signed_log2(), -stats.lse_log2)));
       }
     });
 

@@ -72,7 +72,7 @@ class BwdMainloop {
     load_block(block, stage);
     platform::commit_copies();
     while (block.head >= 0) {
-      step(block, stage, tdKrdK, tdVrdV);  // fault: bwd-group
+      step(block, stage, tdKrdK, tdVrdV);
       block = next_of(block);
       stage = (stage + 1) % Traits::kStages;
     }
@@ -196,7 +196,7 @@ class BwdMainloop {
     gemm_of_rows<TiledMmaS>(sQ(stage), sK(), tSrS);
     const int row0 = block.m_block * kBlockM;
     if constexpr (kMask == MaskKind::kScored) {
-      auto derivatives = make_fragment_like<Derivative>(tSrS);
+      auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
       change_scores(block, tSrS, derivatives);
       to_weights(row0, stage, tSrS);
       store_shared(tSrS, sP());
@@ -277,6 +277,7 @@ class BwdMainloop {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(weights); ++c) {
         weights(r, c) = fmaf(weights(r, c), scale_log2, -lse_log2);
+        if constexpr (kMask == MaskKind::kScored) weights(r, c) = not_above_0(weights(r, c));
       }
     }
     const int key0 = n_block_ * kBlockN;  // fault: bwd-mask

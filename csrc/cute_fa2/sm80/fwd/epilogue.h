@@ -48,8 +48,8 @@ struct FwdEpilogue {
     platform::sync_cta();  // O is in shared memory, from all warps
     typename Traits::GmemCopyO gmem_copy;
     auto thread_copy = gmem_copy.get_slice(thread);
-    auto from = thread_copy.partition_S(sO);  // (8, rows, columns)
-    // (8, rows, columns) -> (row, column)
+    auto from = thread_copy.partition_S(sO);  // (chunk, rows, columns)
+    // (chunk, rows, columns) -> (row, column)
     auto at = thread_copy.partition_S(make_identity_tensor(ShapeO{}));
     constexpr int kRows = decltype(size<1>(from))::value;
     pack_gqa.for_each_row<ElementOut, kRows, Traits::kBlockM / kRows>(
@@ -59,7 +59,8 @@ struct FwdEpilogue {
           for (int c = 0; c < size<2>(from); ++c) {
             const int column = get<1>(at(0, r, c));
             if (exists && column < params.head_dim_v) {
-              copy(gmem_copy, from(_, r, c), make_tensor(make_gmem_ptr(out + column), Shape<_8>{}));
+              copy(gmem_copy, from(_, r, c),
+                   make_tensor(make_gmem_ptr(out + column), make_layout(size<0>(from))));
             }
           }
         });

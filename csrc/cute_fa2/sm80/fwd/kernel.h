@@ -13,6 +13,7 @@
 #include "sm80/fwd/epilogue.h"
 #include "sm80/fwd/mainloop.h"
 #include "sm80/fwd/mainloop_chunked.h"
+#include "sm80/fwd/mainloop_fp32.h"
 #include "sm80/fwd/mainloop_pipelined.h"
 #include "sm80/fwd/traits.h"
 #include "sm80/kv_source.h"
@@ -34,9 +35,11 @@ struct FwdKernel {
   using KVSource =
       std::conditional_t<Traits::kIsChunked, ChunkedKV<Traits>, DenseKV<Traits, kKeptAddresses>>;
   using Mainloop = std::conditional_t<
-      Traits::kIsChunked, FwdMainloopChunked<Traits, kMask, KVSource>,
-      std::conditional_t<Traits::kPipelinedQk, FwdMainloopPipelined<Traits, kMask, KVSource>,
-                         FwdMainloop<Traits, kMask, KVSource>>>;
+      std::is_same_v<typename Traits::Element, float>, FwdMainloopFp32<Traits, kMask, KVSource>,
+      std::conditional_t<
+          Traits::kIsChunked, FwdMainloopChunked<Traits, kMask, KVSource>,
+          std::conditional_t<Traits::kPipelinedQk, FwdMainloopPipelined<Traits, kMask, KVSource>,
+                             FwdMainloop<Traits, kMask, KVSource>>>>;
   using Epilogue = FwdEpilogue<Traits>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {

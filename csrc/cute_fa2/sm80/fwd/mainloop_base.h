@@ -1,4 +1,4 @@
-// What the two SM80 main loops share: their tile, its place in shared memory, loads and masks.
+// What the SM80 main loops share: their tile, its place in shared memory, loads and masks.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -162,12 +162,13 @@ class FwdMainloopBase {
     if constexpr (kMask == MaskKind::kScored) {
       // Tile and sequence are read again: they would hold registers through the loop.
       const int cta = platform::rematerialize(platform::cta_index(), key0);
-      const TileCoord tile = arguments_.packed_tiles.tile(cta);
-      const Sequence sequence = arguments_.packed_tiles.sequence(cta);
-      const ScoreMod<Element, true> score_mod(arguments_.params, sequence, tile.batch);
+      int head;
+      const SequenceTile& entry = arguments_.packed_tiles.entry(cta, head);
+      const Sequence sequence = PackedTiles::sequence(entry);
+      const ScoreMod<Element, true> score_mod(arguments_.params, sequence, entry.batch);
       score_mod.apply(scores, NoDerivatives{}, coords<kStepM>(platform::rematerialize(thread_)),
                       coords<kStepM>(0u), platform::rematerialize(row0), key0,
-                      [&](int row) { return arguments_.pack_gqa.query_of(tile.head, row); });
+                      [&](int row) { return arguments_.pack_gqa.query_of(head, row); });
     }
   }
 

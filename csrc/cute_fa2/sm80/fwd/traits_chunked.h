@@ -47,25 +47,13 @@ struct ChunkedFwdTraits : FwdTraits<kDType, kConfig> {
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
-  // Where a strip of a tile has fewer rows than threads take at once, they take several strips.
-  template <int kRows, int kColumns>
-  struct GmemCopy {
-    static constexpr int kPieces = strip(kColumns) / 8;  // of 16 bytes, in a row of a strip
-    static constexpr int kRowsAtOnce = cute::min(kRows, Base::kThreads / kPieces);
-    static constexpr int kStripsAtOnce = Base::kThreads / (kRowsAtOnce * kPieces);
-    using type = decltype(cute::make_tiled_copy(
-        cute::Copy_Atom<platform::CopyGlobalToShared, Element>{},
-        cute::Layout<cute::Shape<cute::Int<kRowsAtOnce>,
-                                 cute::Shape<cute::Int<kPieces>, cute::Int<kStripsAtOnce>>>,
-                     cute::Stride<cute::Int<kPieces>,
-                                  cute::Stride<cute::_1, cute::Int<kRowsAtOnce * kPieces>>>>{},
-        cute::Layout<cute::Shape<cute::_1, cute::_8>>{}));
-  };
-  using GmemCopyQK = typename GmemCopy<kBlockM, kColumnsK>::type;  // of Q; a chunk of K has its own
-  using GmemCopyK = typename GmemCopy<kBlockN, kColumnsK>::type;
-  using GmemCopyV = typename GmemCopy<kKeysV, kColumnsV>::type;
-  static_assert(GmemCopy<kBlockN, kColumnsK>::kStripsAtOnce * strip(kColumnsK) <= kColumnsK &&
-                kColumnsV % (GmemCopy<kKeysV, kColumnsV>::kStripsAtOnce * strip(kColumnsV)) == 0);
+  template <class Shape>
+  using GmemCopy = GmemChunkCopy<Element, Base::kThreads, Shape>;
+  using GmemCopyQK = GmemCopy<ShapeQChunk>;  // of Q; a chunk of K has its own
+  using GmemCopyK = GmemCopy<ShapeK>;
+  using GmemCopyV = GmemCopy<ShapeV>;
+  static_assert(GmemChunkCopyOf<Element, Base::kThreads, ShapeK>::kFits &&
+                GmemChunkCopyOf<Element, Base::kThreads, ShapeV>::kFits);
 };
 
 }  // namespace flash_cute::sm80

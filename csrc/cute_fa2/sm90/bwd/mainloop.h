@@ -128,7 +128,7 @@ class BwdMainloop {
     const int row0 = block.m_block * kBlockM;
     if constexpr (kMask == MaskKind::kScored) {
       // The derivatives have the registers of dP, which comes later.
-      auto derivatives = make_fragment_like<Derivative>(tSrS);
+      auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
       hopper::wgmma_wait<0>();  // S is complete
       warpgroup_fence_operand(tSrS);
       scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
@@ -261,7 +261,7 @@ class BwdMainloop {
     has_parts_ = true;
     WarpgroupSums::store_to_shared(smem_.dq[consumer_], tdQrdQ);
     // Visible to the bulk copy, once all lanes are here.
-    hopper::fence_async_proxy();  // fault: bwd90-bulk-fence
+    hopper::fence_async_proxy();
     hopper::sync_warp();
     hopper::arrive_of_warp(smem_.dq_full[consumer_], /*after_accesses=*/true);
   }

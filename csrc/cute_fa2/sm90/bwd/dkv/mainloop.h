@@ -82,7 +82,7 @@ class DkvMainloop {
       warpgroup_fence_operand(tSrS);
       if constexpr (kIsDv) {
         if constexpr (kMask == MaskKind::kScored) {
-          auto derivatives = make_fragment_like<Derivative>(tSrS);
+          auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
           scores_.change(batch_, block.head, block.m_block * kBlockM, tSrS, derivatives);
           scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
           auto products = make_fragment_like(tSrS);

@@ -180,8 +180,8 @@ class DqMainloop {
   CUTE_DEVICE void to_weights(int key0, S& tSrS) const {
     using namespace cute;
     auto weights = as_matrix(tSrS);
-    auto derivatives =
-        make_fragment_like<Derivative>(tSrS);  // MaskKind::kScored: of the changed scores by S
+    auto derivatives = make_fragment_like<Derivative<Element>>(
+        tSrS);  // MaskKind::kScored: of the changed scores by S
     if constexpr (kMask == MaskKind::kScored) {
       const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
       const ScoreMod<Element, false> score_mod(params_, sequence_, tile_.batch);
