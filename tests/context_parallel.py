@@ -36,9 +36,8 @@ def main() -> None:
         aten.register("CPU")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = dist.init_device_mesh(device, (size,))
-    calls = []
-    op = aten._fwd
-    aten._fwd = lambda *args, **options: calls.append(args) or op(*args, **options)
+    calls = []  # of our backward, which asks this
+    torch.are_deterministic_algorithms_enabled = lambda: bool(calls.append(None))
 
     length, dtype = 256 * size, torch.bfloat16 if device == "cuda" else torch.float16
     for is_causal in (False, True):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,15 @@ def calls() -> Iterator[list[str]]:
         reached.append("backward")
         return q * 7, k * 7, v * 7
 
+    def stand_in_packed(q: Tensor, *_: Any, **options: Any) -> tuple[Any, ...]:
+        reached.append(",".join(name for name, value in options.items() if value is not None))
+        return q, q[..., 0].float(), q, q, q
+
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", stand_in, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", stand_in_backward, "CPU")
+    # Of this op, what the overrides must tell it.
+    library.impl("_flash_attention_forward", stand_in_packed, "CPU")
     aten.register("CPU")
     yield reached
     aten.unregister()
@@ -84,19 +90,23 @@ def test_sdpa_on_the_cpu(calls: list[str], is_causal: bool) -> None:
     assert calls == []
 
 
-@pytest.mark.parametrize("dropout_p, dtype", [(0.5, torch.float16), (0.0, torch.float32)])
+@pytest.mark.parametrize(
+    "dropout_p, dtype, head_dim_v",
+    [(0.5, torch.float16, 24), (0.0, torch.float32, 24), (0.0, torch.float16, 16)],
+)
 def test_what_is_not_served_goes_to_the_kernel_below(
-    calls: list[str], dropout_p: float, dtype: torch.dtype
+    calls: list[str], dropout_p: float, dtype: torch.dtype, head_dim_v: int
 ) -> None:
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs())
+    q, k, v = (x.detach().to(dtype) for x in inputs())
+    q, k, v = (x.requires_grad_() for x in (q, k, v[..., :head_dim_v]))
     out = OP(q, k, v, dropout_p, True)[0]
     assert torch.equal(out, q + 1) and calls == ["forward"]
     check_same(gradients(out, q, k, v), (q * 7, k * 7, v * 7))
     assert calls == ["forward", "backward"]
-    # Here no kernel is below.
-    with pytest.raises(NotImplementedError, match="neither flash_cute nor this torch serves"):
-        torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, 29, 29, dropout_p, False, False
+    # Here no kernel is below. Before torch 2.13 the reason goes to stderr.
+    with pytest.raises(RuntimeError, match=r"nor this torch serves|to stderr"):
+        torch.ops.aten._flash_attention_backward(
+            out, q, k, v, out, out, out, out, 29, 29, dropout_p, False, out, out
         )
 
 
@@ -125,18 +135,74 @@ def check_varlen(device: str, window: tuple[int, int]) -> None:
         check_same([into], flash_cute.forward_varlen(q, k, v, begins, seqused_k=used)[:1])
 
 
+@pytest.mark.usefixtures("calls")
 def test_dense_layout_of_the_varlen_op() -> None:
-    """(B, N, H, D), as other libraries call it."""
-    q, k, v = (x.transpose(1, 2) for x in inputs())
-    out, lse, *_ = aten.flash_forward(
-        q, k, v, None, None, 29, 29, 0.0, True, False, window_size_left=7
-    )
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    expected = flash_cute.forward(*heads_first, True, window_size=(7, -1))
-    check_same((out.transpose(1, 2), lse), expected)
-    for more in ({"num_splits": 1}, {"block_table": q}, {"alibi_slopes": q}):
-        assert aten.flash_forward(q, k, v, None, None, 9, 9, 0.0, True, False, **more) is None
-    assert aten.flash_forward(q, k, v, None, None, 9, 9, 0.0, True, True) is None
+    check_dense_layout("cpu")
+
+
+def test_options_that_are_not_served(calls: list[str]) -> None:
+    op = torch.ops.aten._flash_attention_forward
+    q, k, v = (x.detach() for x in inputs())
+    call = (q, k, v, None, None, 29, 29, 0.0, True)
+    op(*call, False, scale=0.3, window_size_left=7, alibi_slopes=q)
+    op(*call, True)
+    expected = ["scale,window_size_left,alibi_slopes", ""]
+    names = [argument.name for argument in op.default._schema.arguments]
+    if "block_table" in names:  # from torch 2.13 on
+        op(*call, False, block_table=q)
+        op(*call, False, num_splits=1)
+        expected += ["block_table", "num_splits"]
+    assert calls == expected
+
+
+def check_dense_layout(device: str) -> None:
+    """(B, N, H, D), as other libraries call it; not contiguous, and with an offset."""
+    packed = torch.randn(2, 29, 3, 4, 24).to(device, torch.float16)
+    q, k, v = (x.detach().requires_grad_() for x in packed.unbind(2))
+    op, call = torch.ops.aten._flash_attention_forward, (None, None, 29, 29, 0.0, True, False)
+    out, lse, *_ = op(q, k, v, *call, scale=0.3, window_size_left=7)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    expected, right_lse = flash_cute.forward(*heads_first, True, 0.3, window_size=(7, -1))
+    check_same((out.transpose(1, 2), lse), (expected, right_lse))
+    assert out.is_contiguous()
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    check_same(grads, torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2)))
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "(B, H, N, D)": lambda: torch.randn(2, 4, 29, 24),
+    "(B, N, H, D)": lambda: torch.randn(2, 29, 4, 24).transpose(1, 2),
+    "of qkv": lambda: torch.randn(2, 29, 3, 4, 24)[:, :, 1].transpose(1, 2),
+    "expanded": lambda: torch.randn(2, 1, 29, 24).expand(2, 4, 29, 24),
+    "one row": lambda: torch.randn(2, 1, 4, 24).transpose(1, 2),
+}
+
+
+def check_layout(device: str, make: Callable[[], Tensor]) -> None:
+    """Results lie as torch's meta kernels say, on which compiled code relies."""
+
+    def results(device: str) -> list[Tensor]:
+        q, k, v = (make().to(device, torch.float16) for _ in "qkv")
+        heads_last = [x.transpose(1, 2) for x in (q, k, v)]
+        call = (None, None, q.shape[2], k.shape[2], 0.0, True, False)
+        out, lse, *_, state, unused, _ = OP(q, k, v, 0.0, True)
+        packed_out, packed_lse, *_ = torch.ops.aten._flash_attention_forward(*heads_last, *call)
+        more = (None, None, q.shape[2], k.shape[2], 0.0, True, state, unused)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        grads = backward(out, q, k, v, out, lse, *more)
+        return [out, lse, packed_out, packed_lse, *grads]
+
+    for x, like in zip(results(device), results("meta"), strict=True):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        assert torch._prims_common.check_significant_strides(x, like)[0]
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    check_layout("cpu", LAYOUTS[layout])
 
 
 def test_context_parallel() -> None:
@@ -205,6 +271,15 @@ class TestOnTheGpu:
     def test_varlen(self, window: tuple[int, int]) -> None:
         flash_cute.register(torch=True)
         check_varlen("cuda", window)
+
+    def test_dense_layout_of_the_varlen_op(self) -> None:
+        flash_cute.register(torch=True)
+        check_dense_layout("cuda")
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts(self, layout: str) -> None:
+        flash_cute.register(torch=True)
+        check_layout("cuda", LAYOUTS[layout])
 
     def test_compile(self) -> None:
         flash_cute.register(torch=True)

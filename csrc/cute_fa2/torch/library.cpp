@@ -27,6 +27,8 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
   m.def("build_info() -> str");
   m.def("tiles_for(int smem_per_cta) -> str");
   m.def("plan(str request, str tuning=\"\") -> str");
+  m.def("override_aten(str name, str key) -> ()");
+  m.def("restore_aten() -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) {
@@ -38,4 +40,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&flash_cute::build_info));
   m.impl("tiles_for", TORCH_BOX(&flash_cute::tiles_for));
   m.impl("plan", TORCH_BOX(&flash_cute::plan));
+  m.impl("override_aten", TORCH_BOX(&flash_cute::override_aten));
+  m.impl("restore_aten", TORCH_BOX(&flash_cute::restore_aten));
 }

@@ -34,4 +34,8 @@ bwd(std::optional<torch::stable::Tensor> dout, torch::stable::Tensor q, torch::s
     int64_t window_left, int64_t window_right, std::optional<int64_t> diagonal_offset,
     double softcap, bool deterministic, bool bias_grad, std::optional<std::string> tuning);
 
+// An op of PyTorch's flash attention on these, for a dispatch key; and none any longer.
+void override_aten(std::string name, std::string key);
+void restore_aten();
+
 }  // namespace flash_cute
