@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-#: What a call computes, and its products Nq x Nk x D of a head.
-OPS = {"fwd": 2, "bwd": 5, "fwdbwd": 7}
+#: What a call computes, and of a head its products Nq x Nk x D, and Nq x Nk x Dv.
+OPS = {"fwd": (1, 1), "bwd": (3, 2), "fwdbwd": (4, 3)}
 #: What changes the scores. A bias is (1, heads, q_len, kv_len), one of keys (batch, 1, 1, kv_len);
 #: with "trained", a backward makes its gradient, too.
 SCORES = ("softcap", "alibi", "bias", "key bias", "trained bias", "trained key bias")
@@ -41,6 +41,12 @@ class Case:
     documents: tuple[int, ...] = ()
     #: One of SCORES, or "" for plain ones.
     score: str = ""
+    #: Of v, whose head dim may differ; 0: as `head_dim`.
+    head_dim_v: int = 0
+
+    @property
+    def columns_v(self) -> int:
+        return self.head_dim_v or self.head_dim
 
     @property
     def name(self) -> str:
@@ -61,7 +67,8 @@ class Case:
         rest = (f" {self.layout}" if self.layout != "bhnd" else "") + (
             f" {self.op}" if self.op != "fwd" else ""
         )
-        return f"{self.dtype} B{self.batch} {length} {heads} D{self.head_dim} {mask}{rest}"
+        head_dim = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v else "")
+        return f"{self.dtype} B{self.batch} {length} {heads} {head_dim} {mask}{rest}"
 
     @property
     def scale(self) -> float:
@@ -97,7 +104,9 @@ class Case:
     def flops(self) -> int:
         """4 B H Nq Nk D, of a backward 10; for causal half of that if Nq = Nk (the field's
         convention), else the exact count of visible pairs."""
-        work = OPS[self.op] * self.batch * self.heads * self.head_dim
+        of_qk, of_v = OPS[self.op]
+        columns = of_qk * self.head_dim + of_v * self.columns_v
+        work = self.batch * self.heads * columns
         if self.documents:
             return sum(part.flops() for part in self.parts())
         if self.causal and self.window < 0 and self.q_len == self.kv_len:
@@ -107,15 +116,17 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of K and V, each read once: what decoding has to move."""
         element = DTYPES[self.dtype].itemsize
-        return 2 * self.batch * self.kv_heads * self.kv_len * self.head_dim * element
+        columns = self.head_dim + self.columns_v
+        return self.batch * self.kv_heads * self.kv_len * columns * element
 
     def bytes(self) -> int:
         """Bytes of the tensors of a call: q, k, v and out, in a backward also their gradients; and
         the log-sum-exp."""
         element = DTYPES[self.dtype].itemsize
         rows = self.batch * (self.heads * self.q_len + self.kv_heads * self.kv_len)
-        tensors = {"fwd": 2, "bwd": 4, "fwdbwd": 6}[self.op]  # of as many rows
-        return tensors * rows * self.head_dim * element + 4 * self.batch * self.heads * self.q_len
+        pairs = {"fwd": 1, "bwd": 2, "fwdbwd": 3}[self.op]  # of q and out, and of k and v
+        columns = pairs * (self.head_dim + self.columns_v)
+        return rows * columns * element + 4 * self.batch * self.heads * self.q_len
 
     def visited_pairs(self, block_m: int, block_n: int) -> int:
         """As `visible_pairs`, of all blocks (block_m queries, block_n keys) that the mask touches;
@@ -143,14 +154,13 @@ class Case:
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        late = ("window", "documents", "score")
+        late = ("window", "documents", "score", "head_dim_v")
         given = {k: v for k, v in asdict(self).items() if k not in late}
         if self.window >= 0:
             given["window"] = self.window
         if self.documents:
             given["documents"] = list(self.documents)
-        if self.score:
-            given["score"] = self.score
+        given |= {key: value for key in late[2:] if (value := getattr(self, key))}
         return {"name": self.name, **given}
 
 
@@ -159,23 +169,24 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> tuple[torch.
     Never zeros: they run faster than real data."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(heads: int, length: int) -> torch.Tensor:
+    def draw(heads: int, length: int, head_dim: int) -> torch.Tensor:
         if case.documents:
-            shape = length, heads, case.head_dim
+            shape = length, heads, head_dim
             return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[case.dtype])
         bnhd = case.layout == "bnhd"
         inner = (length, heads) if bnhd else (heads, length)
-        shape = (case.batch, *inner, case.head_dim)
+        shape = (case.batch, *inner, head_dim)
         dtype = DTYPES[case.dtype]
         x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         return x.transpose(1, 2) if bnhd else x
 
     q, kv = (case.heads, case.q_len), (case.kv_heads, case.kv_len)
-    tensors = [draw(*size) for size in (q, kv, kv)]
+    d, dv = case.head_dim, case.columns_v
+    tensors = [draw(*q, d), draw(*kv, d), draw(*kv, dv)]
     if (shape := case.bias_shape()) is not None:
         dtype = DTYPES[case.dtype]
         tensors.append(torch.randn(shape, generator=generator, device=device, dtype=dtype))
-    return *tensors, *([] if case.op == "fwd" else [draw(*q)])
+    return *tensors, *([] if case.op == "fwd" else [draw(*q, dv)])
 
 
 def square(batch: int, length: int, heads: int, head_dim: int, causal: bool, **more: Any) -> Case:
@@ -340,18 +351,27 @@ def large_d() -> Iterator[Case]:
                 yield square(1, length, 8, head_dim, causal, dtype="fp16", op=op)
 
 
+def unequal() -> Iterator[Case]:
+    """V with fewer columns than q and k, as in multi-head latent attention, beside as many."""
+    for op in ("fwd", "bwd"):
+        for head_dim_v in (0, 128):
+            for causal in (False, True):
+                yield square(4, 4096, 16, 192, causal, head_dim_v=head_dim_v, op=op)
+
+
 def fp32() -> Iterator[Case]:
-    """Inputs in fp32, beside SDPA's efficient kernel: one long document, and training shapes."""
-    yield square(1, 8192, 8, 64, causal=False, dtype="fp32")
-    yield square(8, 2048, 32, 64, causal=True, dtype="fp32")
-    for causal in (False, True):
-        yield square(8, 2048, 16, 128, causal, dtype="fp32")
+    """Inputs in fp32: one long document, and training shapes."""
+    for op in ("fwd", "bwd"):
+        yield square(1, 8192, 8, 64, causal=False, dtype="fp32", op=op)
+        for head_dim in (64, 128):
+            for causal in (False, True):
+                yield square(8, 2048, 2048 // head_dim, head_dim, causal, dtype="fp32", op=op)
 
 
 SUITES = {
     suite.__name__: suite
     for suite in (
         *(train, quick, decode, prefill, fp16, doc, gqa, layouts, tuning, bwd, fwdbwd),
-        *(varlen, window, chunks, scores, large_d, fp32),
+        *(varlen, window, chunks, scores, large_d, unequal, fp32),
     )
 }

@@ -213,7 +213,7 @@ def tile_of(case: Case, tuning: str, device: torch.device) -> tuple[int, int]:
 
     asked = argparse.Namespace(
         B=case.batch, H=case.heads, Hkv=case.kv_heads, Nq=case.q_len, Nk=case.kv_len,
-        D=case.head_dim, Dv=case.head_dim, causal=case.causal and case.window < 0,
+        D=case.head_dim, Dv=case.columns_v, causal=case.causal and case.window < 0,
         window=(case.window, 0 if case.causal else -1), backward=case.op != "fwd",
         deterministic=False, dtype=case.dtype,
     )  # fmt: skip

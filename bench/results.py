@@ -114,6 +114,17 @@ SECTIONS = (
         ("scores_h100",),
         tables.scores,
     ),
+    Section(
+        "Large head dims",
+        "One long document with few heads.",
+        ("large_d_h100",),
+    ),
+    Section(
+        "V with a head dim of its own",
+        "D 192/128 is Q and K of 192 columns with V of 128.",
+        ("unequal_h100",),
+    ),
+    Section("fp32", "", ("fp32_h100",)),
     Section("All providers", "One shape.", ("peers",)),
     Section(
         "Tiles for 99 KB",
@@ -153,6 +164,12 @@ SECTIONS = (
         "Accuracy of gradients",
         'Errors against the formula in fp64. Here "to fa2" is our error as a multiple of theirs.',
         ("accuracy",),
+        tables.accuracy,
+    ),
+    Section(
+        "Accuracy of fp32",
+        'Of 16384 keys. x6: the queries are six times as large. "to efficient" likewise.',
+        ("accuracy_fp32",),
         tables.accuracy,
     ),
     Section(

@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from bench import environment, tables
-from bench.accuracy import measure_accuracy
+from bench.accuracy import CASES, FP32_CASES, measure_accuracy
 from bench.baselines import DEFAULT_PROVIDERS, PROVIDERS, Provider, tuned
 from bench.cases import DTYPES, OPS, SUITES, Case
 from bench.harness import Options, Row, Timer, default_device, measure, wake_up
@@ -101,7 +101,11 @@ def build_parser() -> argparse.ArgumentParser:
     other.add_argument("--host-time", action="store_true", help="host time of a call instead")
     other.add_argument("--doors", action="store_true", help="host time behind PyTorch's functions")
     other.add_argument("--memory", action="store_true", help="peak extra memory instead")
-    other.add_argument("--accuracy", action="store_true", help="errors of gradients instead")
+    other.add_argument(
+        "--accuracy",
+        action="store_true",
+        help="errors of gradients instead; with --dtype fp32 of outputs, too",
+    )
 
     how = parser.add_argument_group("how")
     how.add_argument("--baselines", type=provider_names, metavar="A,B",
@@ -257,7 +261,8 @@ def main(argv: list[str] | None = None) -> int:
         result["rows"] = measure_memory(providers, options, op=args.op or "fwd")
         text = tables.memory(result["rows"])
     elif args.accuracy:
-        result["rows"] = measure_accuracy(providers, options)
+        of_dtype = FP32_CASES if args.dtype == "fp32" else CASES
+        result["rows"] = measure_accuracy(providers, options, of_dtype)
         text = tables.accuracy(result["rows"])
     else:
         run_cases(cases, providers, options, result, args.json)

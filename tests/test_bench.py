@@ -161,13 +161,14 @@ def test_check_of_gradients_finds_wrong_results(kv_heads: int) -> None:
         assert row["errors"] == pytest.approx(whole[name]["errors"])
 
 
+@pytest.mark.parametrize("head_dim_v", [0, 8])
 @pytest.mark.parametrize("op", OPS)
-def test_rows(op: str) -> None:
+def test_rows(op: str, head_dim_v: int) -> None:
     providers = [PROVIDERS[name] for name in ("flash_cute", "fa2", "triton", "math")]
-    case = small(op=op)
+    case = small(op=op, head_dim_v=head_dim_v)
     rows = {row["provider"]: row for row in harness.measure(case, providers, FAST)}
     assert rows["triton"]["status"] == "skipped" and rows["triton"]["note"]
-    for name in ("flash_cute", "fa2", "math"):
+    for name in ("flash_cute", "math", *(() if head_dim_v else ("fa2",))):
         row = rows[name]
         assert row["status"] == "ok" and row["correct"], row
         assert row["ms"] >= row["ms_min"] > 0 and len(row["round_ms"]) == 2 and row["iters"] == 2
@@ -419,10 +420,11 @@ def test_memory_needs_a_gpu_and_counts_the_results() -> None:
         memory.measure_memory([PROVIDERS["flash_cute"]], FAST)
 
 
-def test_accuracy_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "CASES", [small(op="bwd"), small(q_len=40, op="bwd")])
-    rows = accuracy.measure_accuracy([PROVIDERS["flash_cute"], PROVIDERS["fa2"]], FAST)
-    assert len(rows) == 2 * 3 * 2
+def test_accuracy_rows() -> None:
+    cases = [(small(op="bwd"), 1.0), (small(q_len=40, op="bwd"), 6.0), (small(), 1.0)]
+    rows = accuracy.measure_accuracy([PROVIDERS["flash_cute"], PROVIDERS["fa2"]], FAST, cases)
+    assert len(rows) == (2 * 3 + 1) * 2
+    assert rows[6]["name"].endswith(" x6, dq") and rows[-1]["name"].endswith(", out")
     for row in rows:
         assert row["status"] == "skipped" or 0 < row["rmse"] < row["max_error"] < 0.1
     assert "- (-)" in tables.accuracy(rows) and "RMSE of SDPA flash (FA2)" in tables.means(rows)[1]

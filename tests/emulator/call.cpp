@@ -83,7 +83,7 @@ void Workspace::add(Session& session, const char* name, const void* data, int64_
 }
 
 void Workspace::add(Session& session, const BlockList& list) {
-  add(session, "workspace.count", list.count, list.bound > 0 ? sizeof(int) : 0);
+  add(session, "workspace.counts", list.count, list.bound > 0 ? 2 * sizeof(int) : 0);
   add(session, "workspace.sorted", list.sorted, list.bound * sizeof(SequenceTile),
       GlobalMemory::Use::kPartly);
   add(session, "workspace.in_place", list.in_place, list.bound * sizeof(SequenceBlock));

@@ -190,7 +190,12 @@ CALLS |= {
 }  # fmt: skip
 #: Of the kernels of sm80.
 BIASED: dict[str, dict[str, Any]] = {
-    "whole": {"lengths": LENGTHS[0], "bias": "bhqk", "starts": True},
+    "whole": {
+        "lengths": LENGTHS[0],
+        "bias": "bhqk",
+        "starts": True,
+        "bias_dtype": torch.bfloat16,
+    },
     "hidden": {"lengths": LENGTHS[0], "bias": "hqk", "hides_rows": True},
     "heads": {"lengths": LENGTHS[1], "bias": "hqk", "window": (-1, 0), "softcap": 2.0},
     "keys": {"lengths": LENGTHS[2], "bias": "bk", "heads": 6, "bias_dtype": torch.bfloat16},
