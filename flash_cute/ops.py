@@ -85,6 +85,7 @@ class Tile(TileOfAnyArch, total=False):
     k_columns: int  #: of a chunk of K, which has all of a block's keys; 0: there are no chunks
     v_keys: int  #: of a chunk of V
     v_columns: int  #: likewise
+    dense_only: int  #: 1 if it serves no packed or padded sequences and no changed scores
     # sm80's backward above head dim 256, and in fp32.
     columns: int  #: of a gradient in a tile
     chunk_columns: int  #: of a chunk of the operands of S and dP

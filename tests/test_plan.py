@@ -229,8 +229,8 @@ ARCHS = pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
     "arch, gpu, head_dim, most",
     [
-        (80, "H100", 64, 640),
-        (80, "RTX 4090", 256, 512),
+        (80, "H100", 64, 576),
+        (80, "RTX 4090", 256, 448),
         (90, "H100", 64, 1536),
         (90, "H100", 256, 448),
     ],

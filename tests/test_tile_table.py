@@ -70,7 +70,7 @@ def test_every_head_dim_has_an_entry_of_sm90_for_split_kv() -> None:
     assert all(entry["split_kv"] for entry in SM90 if entry["mask"] == "none")
 
 
-@pytest.mark.parametrize("entry", SM80 + FP32 + BWD_SM80, ids=name_of)
+@pytest.mark.parametrize("entry", SM80 + FP32 + BWD_SM80 + BWD_FP32, ids=name_of)
 def test_sm80_entry(entry: dict[str, Any]) -> None:
     assert fits(entry, max(LIMITS.values()))
     assert 1 <= entry["warps"] <= 32

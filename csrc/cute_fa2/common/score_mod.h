@@ -9,6 +9,7 @@
 
 #include <cutlass/numeric_types.h>
 
+#include <bit>
 #include <cute/tensor.hpp>
 #include <type_traits>
 
@@ -88,20 +89,23 @@ class ScoreMod {
                                  const RowOf& row_of) const {
     const BiasView& bias = params_.changes.bias;
     if (!bias.data || !bias.has_keys) return;
-    constexpr int kSectorBytes = 32;  // what a cache asks memory for
-    const int bytes = bias.is_float ? 4 : sizeof(Element);
-    const unsigned sectors = kKeys * bytes / kSectorBytes;  // of a row
+    // What a cache asks memory for has 32 bytes: 8 or 16 keys. kKeys is a power of 2.
+    const int log2_keys = bias.is_float ? 3 : 4, bytes = bias.is_float ? 4 : 2;
+    const int log2_sectors = bias.is_float ? kLog2<kKeys / 8> : kLog2<kKeys / 16>;  // of a row
     const int keys = sequence_.len_k - key_origin;
-    for (unsigned i = thread; i < kRows * sectors; i += kThreads) {
-      const int key = static_cast<int>(i % sectors * kSectorBytes) / bytes;
+    for (unsigned i = thread; i < unsigned{kRows} << log2_sectors; i += kThreads) {
+      const int row = static_cast<int>(i >> log2_sectors);
+      const int key = static_cast<int>(i & ((1u << log2_sectors) - 1)) << log2_keys;
       if (key >= keys) continue;
-      const int64_t at =
-          place_of_bias(row_of(row_origin + static_cast<int>(i / sectors))) + key_origin + key;
+      const int64_t at = place_of_bias(row_of(row_origin + row)) + key_origin + key;
       platform::prefetch(static_cast<const char*>(bias.data) + at * bytes);
     }
   }
 
  private:
+  template <int kPowerOf2>
+  static constexpr int kLog2 = std::countr_zero(static_cast<unsigned>(kPowerOf2));
+
   // Where the bias of a row begins. Of rows that do not exist, one that does.
   template <class Row>
   CUTE_DEVICE int64_t place_of_bias(const Row& row) const {
@@ -146,7 +150,8 @@ class ScoreMod {
     const BiasView& bias = params_.changes.bias;
     if (bias.is_float) {
       add_bias_of<float, false>(scores, offsets, first_row, first_key, row_of);
-    } else if (bias.in_pairs && sequence_.first_k % 2 == 0) {
+    } else if (at<1>(offsets(0, 1)) == at<1>(offsets(0, 0)) + 1 && bias.in_pairs &&
+               sequence_.first_k % 2 == 0) {  // (the former not where scores are transposed)
       add_bias_of<Element, true>(scores, offsets, first_row, first_key, row_of);
     } else {
       add_bias_of<Element, false>(scores, offsets, first_row, first_key, row_of);

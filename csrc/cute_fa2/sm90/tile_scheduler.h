@@ -135,6 +135,7 @@ class PackedTileScheduler {
    public:
     CUTE_DEVICE explicit Iterator(int cta) : first_(cta) {}
 
+    // A CTA's first tile is that of its number. The counter goes on behind those of all CTAs.
     CUTE_DEVICE int first(const PackedTileScheduler&) const { return first_; }
     CUTE_DEVICE static int next(const PackedTileScheduler& scheduler) {
       return scheduler.ctas_ + platform::uniform_in_first_lane(scheduler.tiles_.take());

@@ -49,7 +49,7 @@ struct FwdConfigSm80 {
 struct TileEntrySm80 {
   FwdConfigSm80 config;
   int ctas_per_sm;  // CTAs that must fit an SM together for the entry to be chosen
-  // Not for sequences of their own lengths, whose kernels would spill.
+  // Not for MaskKind::kPacked and kScored: their kernels of this tile would spill.
   bool dense_only = false;
 
   constexpr bool serves(MaskKind mask) const { return !(dense_only && has_sequences(mask)); }

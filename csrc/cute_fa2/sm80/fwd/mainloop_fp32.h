@@ -17,7 +17,8 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   using typename Base::LoadK, typename Base::LoadQ, typename Base::LoadVt;
   using typename Base::ShapeS, typename Base::TiledMma;
   static constexpr int kMmaM = kBlockM / kMmaRows;
-  // What is summed from zero (staged_gemm): so many k8 steps, and so many columns by 16.
+  // What is summed from zero (staged_gemm): so many k8 steps, and so many columns by 16. With two
+  // MMAs along the rows and 128 columns of O, hi and lo of more steps would spill.
   static constexpr int kSteps = kMmaM == 2 && Traits::kHeadDimV > 64 ? 1 : 4;
   static constexpr int kPairs = 2 / kMmaM;
 

@@ -119,10 +119,6 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     using namespace cute;
     constexpr int kStepM = Rows::kCount * kMmaRows;
     const int n_block = platform::rematerialize(index);
-    if constexpr (kHasNext) {
-      this->template prefetch_bias<NextRows<Rows>::kCount * kMmaRows>(
-          row0_ + NextRows<Rows>::kFirst * kMmaRows, (n_block - 1) * kBlockN);
-    }
     // V of this block and K of the next are there, for all threads. All warps are done with what
     // the step before has read, which may be overwritten.
     platform::wait_copies<0>();  // fault: copy-wait
@@ -130,6 +126,8 @@ class FwdMainloopPipelined : FwdMainloopBase<Traits, kMask, KVSource> {
     if constexpr (kHasNext) {
       this->load_v(n_block - 1);
       if (has_next(n_block - 1)) this->load_k(n_block - 2);  // fault: stage
+      this->template prefetch_bias<NextRows<Rows>::kCount * kMmaRows>(
+          row0_ + NextRows<Rows>::kFirst * kMmaRows, (n_block - 1) * kBlockN);
     }
     platform::commit_copies();
 
