@@ -36,7 +36,7 @@ def main() -> None:
         aten.register("CPU")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = dist.init_device_mesh(device, (size,))
-    calls = []  # of our backward, which asks this
+    calls = []  # of our backward, which asks this; no other op of these does
     torch.are_deterministic_algorithms_enabled = lambda: bool(calls.append(None))
 
     length, dtype = 256 * size, torch.bfloat16 if device == "cuda" else torch.float16

@@ -28,7 +28,7 @@ CONFIG = {
         *("chunk_stages", "k_columns", "v_keys", "v_columns"),
     ),
     ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),
-    # The backward above head dim 256.
+    # The backward above head dim 256, and in fp32.
     ("sm80", "large"): ("columns", "stages", "block_m", "chunk_columns", "chunk_rows"),
     ("sm90", "fwd"): (
         *("head_dim", "head_dim_v", "consumers", "block_n"),

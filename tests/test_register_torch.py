@@ -170,20 +170,24 @@ def check_dense_layout(device: str) -> None:
     check_same(grads, torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2)))
 
 
-LAYOUTS: dict[str, Callable[[], Tensor]] = {
-    "(B, H, N, D)": lambda: torch.randn(2, 4, 29, 24),
-    "(B, N, H, D)": lambda: torch.randn(2, 29, 4, 24).transpose(1, 2),
-    "of qkv": lambda: torch.randn(2, 29, 3, 4, 24)[:, :, 1].transpose(1, 2),
-    "expanded": lambda: torch.randn(2, 1, 29, 24).expand(2, 4, 29, 24),
-    "one row": lambda: torch.randn(2, 1, 4, 24).transpose(1, 2),
+def random(device: str, *shape: int) -> Tensor:
+    return torch.randn(shape).to(device, torch.float16)
+
+
+LAYOUTS: dict[str, Callable[[str], Tensor]] = {
+    "(B, H, N, D)": lambda device: random(device, 2, 4, 29, 24),
+    "(B, N, H, D)": lambda device: random(device, 2, 29, 4, 24).transpose(1, 2),
+    "of qkv": lambda device: random(device, 2, 29, 3, 4, 24)[:, :, 1].transpose(1, 2),
+    "expanded": lambda device: random(device, 2, 1, 29, 24).expand(2, 4, 29, 24),
+    "one row": lambda device: random(device, 2, 1, 4, 24).transpose(1, 2),
 }
 
 
-def check_layout(device: str, make: Callable[[], Tensor]) -> None:
+def check_layout(device: str, make: Callable[[str], Tensor]) -> None:
     """Results lie as torch's meta kernels say, on which compiled code relies."""
 
     def results(device: str) -> list[Tensor]:
-        q, k, v = (make().to(device, torch.float16) for _ in "qkv")
+        q, k, v = (make(device) for _ in "qkv")
         heads_last = [x.transpose(1, 2) for x in (q, k, v)]
         call = (None, None, q.shape[2], k.shape[2], 0.0, True, False)
         out, lse, *_, state, unused, _ = OP(q, k, v, 0.0, True)
