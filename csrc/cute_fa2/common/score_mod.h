@@ -93,6 +93,7 @@ class ScoreMod {
     const int log2_keys = bias.is_float ? 3 : 4, bytes = bias.is_float ? 4 : 2;
     const int log2_sectors = bias.is_float ? kLog2<kKeys / 8> : kLog2<kKeys / 16>;  // of a row
     const int keys = sequence_.len_k - key_origin;
+    CUTE_NO_UNROLL
     for (unsigned i = thread; i < unsigned{kRows} << log2_sectors; i += kThreads) {
       const int row = static_cast<int>(i >> log2_sectors);
       const int key = static_cast<int>(i & ((1u << log2_sectors) - 1)) << log2_keys;
