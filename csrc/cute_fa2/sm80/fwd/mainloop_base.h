@@ -179,6 +179,7 @@ class FwdMainloopBase {
   // Ahead of the products that the scores come from.
   template <int kStepM>
   CUTE_DEVICE void prefetch_bias(int row0, int key0) const {
+    if constexpr (Traits::kHeadDim == 128 && kBlockN == 64) return;  // it would spill
     with_score_mod(key0, [&](const auto& score_mod, const auto& row_of) {
       score_mod.template prefetch_bias<kStepM, kBlockN, Traits::kThreads>(
           platform::rematerialize(thread_), platform::rematerialize(row0), key0, row_of);
