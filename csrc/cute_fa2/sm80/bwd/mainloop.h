@@ -265,7 +265,7 @@ class BwdMainloop {
   }
 
   CUTE_DEVICE void prefetch_bias(Block block) const {
-    if constexpr (kMask == MaskKind::kScored) {
+    if constexpr (kMask == MaskKind::kScored && Traits::kHeadDim != 128) {  // there it would spill
       ScoreMod<Element, true>(params_, sequence_, tile_.batch)
           .template prefetch_bias<kBlockM, kBlockN, Traits::kThreads>(
               platform::rematerialize(thread_), block.m_block * kBlockM, n_block_ * kBlockN,
