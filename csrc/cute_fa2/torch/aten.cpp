@@ -73,6 +73,13 @@ Tensor transposed(const Tensor& t) {
   return Tensor(view);
 }
 
+bool is_expanded(const Tensor& t) {
+  for (int64_t dim = 0; dim < t.dim(); ++dim) {
+    if (t.size(dim) > 1 && t.stride(dim) == 0) return true;
+  }
+  return false;
+}
+
 // The random state of no dropout, which PyTorch's kernel leaves unwritten, too, and the matrix of
 // no debugging.
 std::tuple<Tensor, Tensor, Tensor> no_random(const Tensor& q) {
@@ -172,8 +179,12 @@ std::optional<std::tuple<Tensor, Tensor>> flash_forward(
   options.set_lengths(cum_seq_q, cum_seq_k);
   options.seqused_k = seqused_k;
   if (options.is_packed()) return forward(q, k, v, options);
-  const auto [out, lse] = forward(transposed(q), transposed(k), transposed(v), options);
-  return std::tuple(transposed(out), lse);
+  const auto [heads_first, lse] = forward(transposed(q), transposed(k), transposed(v), options);
+  const Tensor out = transposed(heads_first);
+  if (!is_expanded(q)) return std::tuple(out, lse);
+  // Of an expanded q out would be dense with its heads first. PyTorch's has the order of the sizes.
+  Tensor like_q = torch::stable::empty_like(q);
+  return std::tuple(torch::stable::copy_(like_q, out), lse);
 }
 
 // `More` are the arguments that torch 2.13 added: block_table and num_splits, which asks for bits
