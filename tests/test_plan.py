@@ -269,7 +269,7 @@ def test_splits(arch: int) -> None:
         return int(plan("H100", *sizes, arch=arch, **options)["splits"])
 
     # Of the same tiles and keys, many rows cost more to combine than splits save.
-    len_k = 2048 if arch == 80 else 8192
+    len_k = 1536 if arch == 80 else 8192
     assert splits(4, 12, 12, 1, len_k, 64) > 1 == splits(4, 12, 12, 128, len_k, 64)
     # Windows are not split, unless they leave nothing out.
     sizes = 1, 8, 8, 1, 100_000, 64
