@@ -82,7 +82,7 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.17, N 512 to 16384
     {{256, 256, 128, 64, 4, false, 2}, 1},  // not timed
     {{256, 256, 64, 64, 4, false}, 1},      // 1.08, N 512 and 4096
-    // ..., column_warps, chunk_stages, k_columns, v_keys, v_columns; ctas_per_sm. None timed.
+    // ..., column_warps, chunk_stages, k_columns, v_keys, v_columns; ctas_per_sm
     {{384, 384, 64, 128, 2, false, 4, 4, 64, 32, 384}, 1},
     {{384, 384, 64, 64, 2, false, 4, 3, 64, 16, 384}, 1},
     {{512, 512, 64, 128, 2, false, 4, 5, 64, 16, 512}, 1},
@@ -93,7 +93,7 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     {{1024, 1024, 32, 128, 1, false, 8, 3, 32, 16, 256}, 1},
 };
 
-// Of fp32, with fewer buckets. None timed.
+// Of fp32, with fewer buckets (bench/results/fp32_h100.json).
 inline constexpr TileEntrySm80 kFwdTilesFp32[] = {
     {{64, 64, 128, 32, 4, false}, 2},          // 48 KB
     {{128, 128, 128, 32, 4, false}, 2, true},  // 96 KB
