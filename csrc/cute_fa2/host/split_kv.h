@@ -12,7 +12,7 @@
 
 namespace flash_cute {
 
-// What splits cost. The unit is one key for all rows of a tile, on an SM full of CTAs. They
+// What splits cost. The unit is one key for all rows of a tile, on an SM full of CTAs. The costs
 // were set after calls on an H100 (notes/split_kv.md).
 struct SplitCost {
   int64_t tiles;          // for each split
