@@ -91,7 +91,7 @@ SECTIONS = (
         "Packed documents",
         "Causal. Equal lengths, beside the dense call of the same; and lengths as corpora have "
         "them (log-normal). FA2 is `torch.nn.attention.varlen`.",
-        ("varlen_h100",),
+        ("varlen_h100", "varlen_01ad88e_h100"),
     ),
     Section(
         "Windows",
@@ -105,13 +105,13 @@ SECTIONS = (
         "Chunks",
         "Some queries against a longer context. Causal masks are aligned to the bottom right; "
         "there FA2 is `aten::_flash_attention_forward`, as SDPA aligns to the top left.",
-        ("chunks_h100",),
+        ("chunks_h100", "chunks_01ad88e_h100"),
     ),
     Section(
         "Softcap, ALiBi and biases",
         "Causal, beside the plain call; `/ plain` is our time as a multiple of its. A bias is "
         "(1, H, N, N), one of keys (B, 1, 1, N). Trained ones have a gradient.",
-        ("scores_h100",),
+        ("scores_h100", "scores_01ad88e_h100"),
         tables.scores,
     ),
     Section(
@@ -124,7 +124,7 @@ SECTIONS = (
         "D 192/128 is Q and K of 192 columns with V of 128.",
         ("unequal_h100",),
     ),
-    Section("fp32", "", ("fp32_h100",)),
+    Section("fp32", "", ("fp32_h100", "fp32_01ad88e_h100")),
     Section("All providers", "One shape.", ("peers",)),
     Section(
         "Tiles for 99 KB",
