@@ -17,7 +17,7 @@ struct FwdConfigSm90 {
   int head_dim_v;  // bucket of V and O
   int consumers;
   int block_n;
-  int stages;      // key blocks in shared memory; large head dims: chunks of K, and of V
+  int stages;      // key blocks in shared memory; large head dims: chunks of K, one more than of V
   int q_stages;    // query tiles in shared memory: with 2, the next one loads during this one
   bool ping_pong;  // consumers issue their products in turns (FlashAttention-3)
   int column_groups = 1;
@@ -31,12 +31,12 @@ struct FwdConfigSm90 {
   // Registers of a thread: at the launch (the register file over the threads), and once the
   // warpgroups know their roles.
   constexpr int launch_registers() const { return 65536 / threads() / 8 * 8; }
-  constexpr int producer_registers() const { return consumers == 3 ? 32 : 24; }
+  constexpr int producer_registers() const { return is_large() ? 40 : consumers == 3 ? 32 : 24; }
   constexpr int consumer_registers() const {
-    if (is_large()) return 152;
+    if (is_large()) return 160;
     return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
   }
-  // Of the warpgroup that has S, and Q: what the others leave.
+  // Of the warpgroup that has S, and half of Q: what the others leave.
   constexpr int scores_registers() const {
     return launch_registers() * (column_groups + 2) - producer_registers() -
            column_groups * consumer_registers();
@@ -61,7 +61,7 @@ struct FwdConfigSm90 {
   }
   // Q, K and V, and 1 KB for barriers and work tiles.
   constexpr int bytes_without_out(int element_bytes) const {
-    if (is_large()) {  // chunks of K, Q among them, and of V; and P
+    if (is_large()) {  // chunks of Q, K and V; and P
       const int kv = 2 * stages * block_n * head_dim / column_groups;
       return (kv + kPStages * block_m() * block_n) * element_bytes + 1024;
     }

@@ -66,10 +66,14 @@ struct LargeFwdKernel {
       smem.tile_full[stage].init(1);                                            // the producer
       smem.tile_empty[stage].init((1 + Traits::kGroups) * hopper::kWarpgroup);  // each thread
     }
+    smem.q_full.init(1);  // the producer, and the bytes that it expects
+    smem.q_empty.init(kWarps);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      smem.k_full[stage].init(1);  // the producer, and the bytes that it expects
-      smem.v_full[stage].init(1);
+      smem.k_full[stage].init(1);
       smem.k_empty[stage].init(kWarps);
+    }
+    for (int stage = 0; stage < Traits::kVStages; ++stage) {
+      smem.v_full[stage].init(1);
       smem.v_empty[stage].init(kWarps);  // of the warpgroup that has the chunk's columns
     }
     for (int stage = 0; stage < Traits::kPStages; ++stage) {

@@ -21,7 +21,6 @@ class LargeFwdProducer {
   using SharedMemory = typename Traits::SharedMemory;
   using Element = typename Traits::Element;
   using Iterator = typename Pipeline::Scheduler::Iterator;
-  static constexpr int kGroups = Traits::kGroups;
 
  public:
   CUTE_DEVICE LargeFwdProducer(const Arguments& arguments, SharedMemory& smem)
@@ -29,16 +28,20 @@ class LargeFwdProducer {
 
   // Q of each tile, then K from the last block to the first. Tells the consumers the tiles.
   CUTE_DEVICE void run_keys(Iterator tiles) {
-    const FwdParams& params = arguments_.params;
-    const PackGqa& pack_gqa = arguments_.pack_gqa;
+    PipelineState<Traits::kStages> k;
+    uint32_t q_parity = 1;
     for_each_tile(tiles, [&](const WorkTile& tile, BlockRange blocks) {
       announce(tile);
-      load(arguments_.maps.q, params.q, smem_.k, smem_.k_full, smem_.k_empty,
-           pack_gqa.query(tile.row0), tile.head, tile.batch);
-      for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
-        load(arguments_.maps.k, params.k, smem_.k, smem_.k_full, smem_.k_empty,
-             n_block * Traits::kBlockN, pack_gqa.kv_head(tile.head), tile.batch);
-      }
+      const int query = arguments_.pack_gqa.query(tile.row0);
+      load_k(arguments_.maps.q, arguments_.params.q, k, query, tile.head, tile.batch, 0);
+      smem_.q_empty.wait(q_parity);  // the products of the tile before are done with it
+      load(arguments_.maps.q, arguments_.params.q, smem_.q, smem_.q_full, query, tile.head,
+           tile.batch, 1);
+      q_parity ^= 1;
+      for_each_chunk(blocks, [&](int row, int group) {
+        load_k(arguments_.maps.k, arguments_.params.k, k, row,
+               arguments_.pack_gqa.kv_head(tile.head), tile.batch, group);
+      });
     });
     WorkTile none{};
     none.row0 = Pipeline::kNoRow;
@@ -46,11 +49,14 @@ class LargeFwdProducer {
   }
 
   CUTE_DEVICE void run_values(Iterator tiles) {
+    PipelineState<Traits::kVStages> v;
     for_each_tile(tiles, [&](const WorkTile& tile, BlockRange blocks) {
-      for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
-        load(arguments_.maps.v, arguments_.params.v, smem_.v, smem_.v_full, smem_.v_empty,
-             n_block * Traits::kBlockN, arguments_.pack_gqa.kv_head(tile.head), tile.batch);
-      }
+      for_each_chunk(blocks, [&](int row, int group) {
+        smem_.v_empty[v.stage].wait(v.parity ^ 1);  // the group's consumer is done with the stage
+        load(arguments_.maps.v, arguments_.params.v, smem_.v[v.stage], smem_.v_full[v.stage], row,
+             arguments_.pack_gqa.kv_head(tile.head), tile.batch, group);
+        v.advance();
+      });
     });
   }
 
@@ -66,6 +72,18 @@ class LargeFwdProducer {
     }
   }
 
+  // visit(first key, group of columns) of each chunk of the blocks, from the last block on.
+  template <class Visit>
+  static CUTE_DEVICE void for_each_chunk(BlockRange blocks, const Visit& visit) {
+    CUTE_NO_UNROLL
+    for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
+      CUTE_NO_UNROLL
+      for (int group = 0; group < Traits::kGroups; ++group) {
+        visit(n_block * Traits::kBlockN, group);
+      }
+    }
+  }
+
   // Writes which tile comes next, ahead of the arrival that makes it visible to the consumers.
   CUTE_DEVICE void announce(const WorkTile& tile) {
     smem_.tile_empty[tile_.stage].wait(tile_.parity ^ 1);  // all consumers have read the stage
@@ -74,26 +92,26 @@ class LargeFwdProducer {
     tile_.advance();
   }
 
-  // 64 rows, from row `row` of (batch, head) on: a chunk for each group of columns.
   template <class View>
-  CUTE_DEVICE void load(const CUtensorMap& map, const View& view,
-                        Element (&chunks)[Traits::kStages][Traits::kBlockN * Traits::kHeadDimV],
-                        hopper::Barrier (&full)[Traits::kStages],
-                        hopper::Barrier (&empty)[Traits::kStages], int row, int head, int batch) {
-    CUTE_UNROLL
-    for (int group = 0; group < kGroups; ++group) {
-      empty[chunk_.stage].wait(chunk_.parity ^ 1);  // its reader is done with the stage
-      full[chunk_.stage].arrive_and_expect(sizeof chunks[0]);
-      tma_load_rows<Traits::kBlockN, Traits::kHeadDimV, Traits::kStrip>(
-          map, view, chunks[chunk_.stage], full[chunk_.stage], row, head, batch, 0,
-          group * Traits::kHeadDimV);
-      chunk_.advance();
-    }
+  CUTE_DEVICE void load_k(const CUtensorMap& map, const View& view,
+                          PipelineState<Traits::kStages>& k, int row, int head, int batch,
+                          int group) {
+    smem_.k_empty[k.stage].wait(k.parity ^ 1);  // the consumer is done with the stage
+    load(map, view, smem_.k[k.stage], smem_.k_full[k.stage], row, head, batch, group);
+    k.advance();
+  }
+
+  // A chunk: 64 rows, from row `row` of (batch, head) on, of a group of columns.
+  template <class View>
+  static CUTE_DEVICE void load(const CUtensorMap& map, const View& view, Element* chunk,
+                               hopper::Barrier& full, int row, int head, int batch, int group) {
+    full.arrive_and_expect(sizeof SharedMemory::q);
+    tma_load_rows<Traits::kBlockN, Traits::kHeadDimV, Traits::kStrip>(
+        map, view, chunk, full, row, head, batch, 0, group * Traits::kHeadDimV);
   }
 
   const Arguments& arguments_;
   SharedMemory& smem_;
-  typename Pipeline::KVState chunk_;
   typename Pipeline::QState tile_;
 };
 

@@ -26,13 +26,13 @@ class ScoresMainloop {
   using SharedMemory = typename Traits::SharedMemory;
   using Softmax = OnlineSoftmax<2>;  // a thread has two rows of 64 x N
   static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr int kGroups = Traits::kGroups;
-  static constexpr int kStepsOfChunk = Traits::kHeadDimV / 16;
+  static constexpr int kSteps = Traits::kHeadDimV / 16;  // of a chunk
 
  public:
   CUTE_DEVICE ScoresMainloop(const Arguments& arguments, SharedMemory& smem)
       : arguments_(arguments),
         smem_(smem),
+        q_operand_(Traits::fragment_q(smem.q)),
         k_operand_(Traits::fragment_k(smem.k[0])),
         // Where this lane's chunk of columns 0 to 15 lies among a warp's rows, see FwdEpilogue.
         first_(typename Traits::SmemLayoutO{}(platform::thread_index() % 16,
@@ -56,12 +56,13 @@ class ScoresMainloop {
  private:
   CUTE_DEVICE void process_tile(const WorkTile& tile, Softmax& softmax) {
     using namespace cute;
-    // ((2, 2, 2), 1, kHeadDim / 16): Q as the product takes it, two elements a word
-    auto q_words = make_tensor<uint32_t>(Int<Traits::kHeadDim / 4>{});
+    // ((2, 2, 2), 1, kHeadDimV / 16): the first chunk of Q, two elements a word
+    auto q_words = make_tensor<uint32_t>(Int<4 * kSteps>{});
+    auto tSrQ = make_tensor(recast_ptr<Element>(q_words.data()),
+                            make_layout(Shape<Shape<_2, _2, _2>, _1, Int<kSteps>>{}));
     load_q(q_words);
-    auto tSrQ =
-        make_tensor(recast_ptr<Element>(q_words.data()),
-                    make_layout(Shape<Shape<_2, _2, _2>, _1, Int<Traits::kHeadDim / 16>>{}));
+    smem_.q_full.wait(q_parity_);  // the second has arrived
+    q_parity_ ^= 1;
     // ((2, 2, kBlockN / 8), 1, 1)
     auto tSrS = partition_fragment_C(typename Traits::MmaS{}, typename Traits::ShapeS{});
     auto scores = as_matrix(tSrS);                           // (rows, columns)
@@ -101,6 +102,7 @@ class ScoresMainloop {
       store_p(words);
       hand_over(factors);
     }
+    hopper::arrive_of_warp(smem_.q_empty, /*after_accesses=*/true);
     // Behind the last block: by what O is normalised.
     fill(factors, 1.f);
     softmax.normalize(factors);
@@ -113,52 +115,53 @@ class ScoresMainloop {
                                    Pipeline::sequence(arguments_, tile), softmax);
   }
 
-  // Q from its chunks to registers, 16 columns at a time.
+  // The first chunk of Q to registers, 16 columns at a time.
   template <class Words>
   CUTE_DEVICE void load_q(Words& words) {
+    smem_.k_full[k_.stage].wait(k_.parity);  // it has arrived
     CUTE_UNROLL
-    for (int group = 0; group < kGroups; ++group) {
-      smem_.k_full[k_.stage].wait(k_.parity);  // Q has arrived
-      CUTE_UNROLL
-      for (int step = 0; step < kStepsOfChunk; ++step) {
-        const int strip = step * 16 / Traits::kStrip, column = step * 16 % Traits::kStrip;
-        const Element* rows =
-            smem_.k[k_.stage] + (strip * kBlockN + warp_ * Traits::kWarpRows) * Traits::kStrip;
-        const int i = 4 * (group * kStepsOfChunk + step);
-        platform::LoadMatrix::copy(
-            *reinterpret_cast<const cute::uint128_t*>(rows + (first_ ^ column)), words(i),
-            words(i + 1), words(i + 2), words(i + 3));
-      }
-      hopper::sync_warp();
-      release_k();
+    for (int step = 0; step < kSteps; ++step) {
+      const int strip = step * 16 / Traits::kStrip, column = step * 16 % Traits::kStrip;
+      const Element* rows =
+          smem_.k[k_.stage] + (strip * kBlockN + warp_ * Traits::kWarpRows) * Traits::kStrip;
+      platform::LoadMatrix::copy(
+          *reinterpret_cast<const cute::uint128_t*>(rows + (first_ ^ column)), words(4 * step),
+          words(4 * step + 1), words(4 * step + 2), words(4 * step + 3));
     }
+    hopper::sync_warp();
+    release_k();
   }
 
   // S = Q K^T, and releases K.
   template <class Query, class Scores>
   CUTE_DEVICE void gemm_qk(const Query& tSrQ, Scores& tSrS) {
     using namespace cute;
-    typename Traits::MmaS mma;
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    typename Traits::MmaSFirst first;
+    typename Traits::MmaS second;
+    first.accumulate_ = GMMA::ScaleOut::Zero;
     typename Pipeline::KVState k = k_;
+    smem_.k_full[k.stage].wait(k.parity);  // the first chunk of K has arrived
     warpgroup_fence_operand(tSrS);
+    hopper::wgmma_fence();  // Q is in its registers, and S has been read
     CUTE_UNROLL
-    for (int group = 0; group < kGroups; ++group) {
-      smem_.k_full[k.stage].wait(k.parity);  // the chunk of K has arrived
-      hopper::wgmma_fence();                 // Q is in its registers, and S has been read
-      CUTE_UNROLL
-      for (int step = 0; step < kStepsOfChunk; ++step) {
-        gemm(mma, tSrQ(_, _, group * kStepsOfChunk + step),
-             k_operand_.template descriptor<false>(k.stage, step), tSrS);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      hopper::wgmma_commit();
-      k.advance();
+    for (int step = 0; step < kSteps; ++step) {
+      gemm(first, tSrQ(_, _, step), k_operand_.template descriptor<false>(k.stage, step), tSrS);
+      first.accumulate_ = GMMA::ScaleOut::One;
     }
-    // The first chunks as soon as they are read.
-    [&]<int... kLater>(std::integer_sequence<int, kLater...>) {
-      ((hopper::wgmma_wait<kGroups - 1 - kLater>(), release_k()), ...);
-    }(std::make_integer_sequence<int, kGroups>{});
+    hopper::wgmma_commit();
+    k.advance();
+    smem_.k_full[k.stage].wait(k.parity);  // the second
+    hopper::wgmma_fence();
+    CUTE_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      gemm(second, q_operand_.template descriptor<true>(0, step),
+           k_operand_.template descriptor<true>(k.stage, step), tSrS);
+    }
+    hopper::wgmma_commit();
+    hopper::wgmma_wait<1>();
+    release_k();
+    hopper::wgmma_wait<0>();  // S is complete
+    release_k();
     warpgroup_fence_operand(tSrS);
   }
 
@@ -195,9 +198,11 @@ class ScoresMainloop {
   const Arguments& arguments_;
   SharedMemory& smem_;
   // (1, 1, kHeadDimV / 16) descriptors of each chunk
+  SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q> q_operand_;
   SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> k_operand_;
   int first_;
   int warp_;
+  uint32_t q_parity_ = 0;
   typename Pipeline::KVState k_;
   PipelineState<Traits::kPStages> p_;
   typename Pipeline::QState tile_;

@@ -12,8 +12,8 @@
 
 namespace flash_cute::sm90 {
 
-// A tile has 64 query rows. One warpgroup computes S and P. Each of kGroups others has a group of
-// kHeadDimV columns of O. Q, K and V come in chunks of 64 rows and as many columns.
+// A tile has 64 query rows. One warpgroup computes S and P. Each of two others has half of O's
+// columns, kHeadDimV. Q, K and V come in chunks of 64 rows and as many columns.
 template <DType kDType, FwdConfigSm90 kConfig_>
 struct LargeFwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
@@ -28,12 +28,13 @@ struct LargeFwdTraits {
   static constexpr int kHeadDimV = kConfig.head_dim_v / kGroups;  // of a group
   static constexpr int kConsumerRows = kConfig.kConsumerRows;     // query rows of a tile
   static constexpr int kBlockN = kConfig.block_n;
-  static constexpr int kStages = kConfig.stages;     // chunks of Q and K, and as many of V
+  static constexpr int kStages = kConfig.stages;     // chunks of K
+  static constexpr int kVStages = kStages - 1;       // chunks of V
   static constexpr int kQStages = kConfig.q_stages;  // work tiles that are announced
   static constexpr int kPStages = kConfig.kPStages;
   static constexpr int kThreads = kConfig.threads();
   static constexpr int kMinCtas = 1;
-  static_assert(kHeadDim == kConfig.head_dim_v && kBlockN == kConsumerRows);
+  static_assert(kHeadDim == kConfig.head_dim_v && kBlockN == kConsumerRows && kGroups == 2);
 
   using ShapeS = cute::Shape<cute::Int<kConsumerRows>, cute::Int<kBlockN>>;
   using ShapeP = ShapeS;
@@ -41,14 +42,18 @@ struct LargeFwdTraits {
   using ShapeChunk = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDimV>>;
   using ShapeVt = cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>;
 
-  // S = Q K^T takes Q from registers, where it stays for the tile. O += P V takes both from shared
-  // memory.
+  // S = Q K^T takes the first chunk of Q from registers, where it stays for the tile, the second
+  // from shared memory. O += P V takes both from shared memory. ptxas has to fit an instruction's
+  // accumulators into the registers of the launch.
+  static constexpr int kColumnsOfMmaO = kHeadDimV > 192 ? kHeadDimV / 2 : kHeadDimV;
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
-  using MmaS = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kBlockN, kMajorK>{}));
+  using MmaS = decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kBlockN>{}));
+  using MmaSFirst = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kBlockN, kMajorK>{}));
   using MmaO =
-      decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kHeadDimV, kMajorK, kMajorMN>{}));
-  static_assert(cute::tile_size<1>(MmaS{}) == kBlockN && cute::tile_size<1>(MmaO{}) == kHeadDimV);
+      decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kColumnsOfMmaO, kMajorK, kMajorMN>{}));
+  static_assert(cute::tile_size<1>(MmaS{}) == kBlockN &&
+                cute::tile_size<1>(MmaO{}) == kColumnsOfMmaO);
 
   // Strips of 64 columns, as traits.h has them.
   static constexpr int kStrip = kConfig.strip(kHeadDimV);
@@ -68,7 +73,10 @@ struct LargeFwdTraits {
       SmemAtom<kMajorK>{}, cute::Shape<cute::Int<kWarpRows>, cute::Int<kStrip>>{})));
   static_assert(kOutStrips >= 1);
 
-  // A chunk of K or V, or P, as wgmma sees it, (1, 1, K / 16): descriptors.
+  // A chunk of Q, K or V, or P, as wgmma sees it, (1, 1, K / 16): descriptors.
+  static CUTE_DEVICE auto fragment_q(Element* chunk) {
+    return MmaS{}.get_slice(0).partition_fragment_A(at(chunk, SmemLayoutK{}));
+  }
   static CUTE_DEVICE auto fragment_k(Element* chunk) {
     return MmaS{}.get_slice(0).partition_fragment_B(at(chunk, SmemLayoutK{}));
   }
@@ -80,18 +88,21 @@ struct LargeFwdTraits {
   }
 
   struct SharedMemory {
-    alignas(1024) Element k[kStages][kBlockN * kHeadDimV];  // chunks of Q, too
-    alignas(1024) Element v[kStages][kBlockN * kHeadDimV];
+    alignas(1024) Element q[kBlockN * kHeadDimV];           // the second chunk
+    alignas(1024) Element k[kStages][kBlockN * kHeadDimV];  // and the first chunk of Q
+    alignas(1024) Element v[kVStages][kBlockN * kHeadDimV];
     alignas(1024) Element p[kPStages][kConsumerRows * kBlockN];
     alignas(1024) ElementOut out[kGroups][4][kOutStrips][kWarpRows * kStrip];
     float factors[kPStages][kConsumerRows];  // of O's rows, ahead of a block or behind the last
     alignas(16) Tile tile[kQStages];
     hopper::Barrier tile_full[kQStages];
     hopper::Barrier tile_empty[kQStages];
+    hopper::Barrier q_full;
+    hopper::Barrier q_empty;
     hopper::Barrier k_full[kStages];
     hopper::Barrier k_empty[kStages];
-    hopper::Barrier v_full[kStages];
-    hopper::Barrier v_empty[kStages];
+    hopper::Barrier v_full[kVStages];
+    hopper::Barrier v_empty[kVStages];
     hopper::Barrier p_full[kPStages];
     hopper::Barrier p_empty[kPStages];
   };

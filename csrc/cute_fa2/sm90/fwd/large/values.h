@@ -122,7 +122,7 @@ class ValuesMainloop {
   // (1, 1, kBlockN / 16) descriptors of each stage of P, and of each chunk of V
   SharedOperand<decltype(Traits::fragment_p(nullptr)), sizeof SharedMemory::p[0]> p_operand_;
   SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> v_operand_;
-  typename Pipeline::KVState v_;
+  PipelineState<Traits::kVStages> v_;
   PipelineState<Traits::kPStages> p_;
   typename Pipeline::QState tile_;
 };
