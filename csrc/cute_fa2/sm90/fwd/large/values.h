@@ -52,7 +52,6 @@ class ValuesMainloop {
       }
       smem_.p_full[p_.stage].wait(p_.parity);  // the last factors are written
       normalize(out);
-      hopper::sync_warp();
       release_p();
       finish_tile(tile, tOrO);
       hopper::sync_warp();  // for ptxas, see FwdMainloop
@@ -112,6 +111,7 @@ class ValuesMainloop {
   }
 
   CUTE_DEVICE void release_p() {
+    hopper::sync_warp();  // all lanes have read the factors
     hopper::arrive_of_warp(smem_.p_empty[p_.stage], /*after_accesses=*/true);
     p_.advance();
   }
