@@ -31,7 +31,7 @@ struct FwdConfigSm90 {
   // Registers of a thread: at the launch (the register file over the threads), and once the
   // warpgroups know their roles.
   constexpr int launch_registers() const { return 65536 / threads() / 8 * 8; }
-  constexpr int producer_registers() const { return is_large() ? 40 : consumers == 3 ? 32 : 24; }
+  constexpr int producer_registers() const { return is_large() || consumers == 3 ? 32 : 24; }
   constexpr int consumer_registers() const {
     if (is_large()) return 160;
     return (launch_registers() * (consumers + 1) - producer_registers()) / consumers / 8 * 8;
