@@ -17,7 +17,7 @@ struct FwdConfigSm90 {
   int head_dim_v;  // bucket of V and O
   int consumers;
   int block_n;
-  int stages;      // key blocks in shared memory; large head dims: chunks of K, one more than of V
+  int stages;      // key blocks in shared memory; large head dims: chunks of K
   int q_stages;    // query tiles in shared memory: with 2, the next one loads during this one
   bool ping_pong;  // consumers issue their products in turns (FlashAttention-3)
   int column_groups = 1;
@@ -26,6 +26,11 @@ struct FwdConfigSm90 {
   static constexpr int kPStages = 2;        // blocks of P in shared memory, of large head dims
 
   constexpr bool is_large() const { return column_groups > 1; }
+  // Columns of the chunks in which they have Q, K and V: those of one product of 128 or 192.
+  constexpr int chunk_columns() const {
+    const int columns = head_dim_v / column_groups;
+    return columns > 192 ? columns / 2 : columns;
+  }
   constexpr int block_m() const { return consumers * kConsumerRows; }
   constexpr int threads() const { return (is_large() ? column_groups + 2 : consumers + 1) * 128; }
   // Registers of a thread: at the launch (the register file over the threads), and once the
@@ -62,7 +67,7 @@ struct FwdConfigSm90 {
   // Q, K and V, and 1 KB for barriers and work tiles.
   constexpr int bytes_without_out(int element_bytes) const {
     if (is_large()) {  // chunks of Q, K and V; and P
-      const int kv = 2 * stages * block_n * head_dim / column_groups;
+      const int kv = 2 * stages * block_n * chunk_columns();
       return (kv + kPStages * block_m() * block_n) * element_bytes + 1024;
     }
     const int q = block_m() * q_stages * head_dim, kv = stages * block_n * (head_dim + head_dim_v);
@@ -115,7 +120,7 @@ inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},    // 1.17, N 512 and 4096
     // ..., ping_pong, column_groups; of dense calls alone. None timed.
     {{384, 384, 1, 64, 4, 2, false, 2}, true, true},
-    {{512, 512, 1, 64, 3, 2, false, 2}, true, true},
+    {{512, 512, 1, 64, 6, 2, false, 2}, true, true},
 };
 
 // The index of the entry of heads of `head_dim` (a bucket) that has `property`, or -1.

@@ -33,14 +33,21 @@ class LargeFwdProducer {
     for_each_tile(tiles, [&](const WorkTile& tile, BlockRange blocks) {
       announce(tile);
       const int query = arguments_.pack_gqa.query(tile.row0);
-      load_k(arguments_.maps.q, arguments_.params.q, k, query, tile.head, tile.batch, 0);
+      CUTE_NO_UNROLL
+      for (int chunk = 0; chunk < Traits::kChunksOfGroup; ++chunk) {
+        load_k(arguments_.maps.q, arguments_.params.q, k, query, tile.head, tile.batch, chunk);
+      }
       smem_.q_empty.wait(q_parity);  // the products of the tile before are done with it
-      load(arguments_.maps.q, arguments_.params.q, smem_.q, smem_.q_full, query, tile.head,
-           tile.batch, 1);
       q_parity ^= 1;
-      for_each_chunk(blocks, [&](int row, int group) {
+      smem_.q_full.arrive_and_expect(sizeof smem_.q);
+      CUTE_NO_UNROLL
+      for (int chunk = 0; chunk < Traits::kChunksOfGroup; ++chunk) {
+        load(arguments_.maps.q, arguments_.params.q, smem_.q[chunk], smem_.q_full, query, tile.head,
+             tile.batch, Traits::kChunksOfGroup + chunk);
+      }
+      for_each_chunk(blocks, [&](int row, int chunk) {
         load_k(arguments_.maps.k, arguments_.params.k, k, row,
-               arguments_.pack_gqa.kv_head(tile.head), tile.batch, group);
+               arguments_.pack_gqa.kv_head(tile.head), tile.batch, chunk);
       });
     });
     WorkTile none{};
@@ -51,10 +58,11 @@ class LargeFwdProducer {
   CUTE_DEVICE void run_values(Iterator tiles) {
     PipelineState<Traits::kVStages> v;
     for_each_tile(tiles, [&](const WorkTile& tile, BlockRange blocks) {
-      for_each_chunk(blocks, [&](int row, int group) {
-        smem_.v_empty[v.stage].wait(v.parity ^ 1);  // the group's consumer is done with the stage
+      for_each_chunk(blocks, [&](int row, int chunk) {
+        smem_.v_empty[v.stage].wait(v.parity ^ 1);  // its consumer is done with the stage
+        smem_.v_full[v.stage].arrive_and_expect(sizeof smem_.v[0]);
         load(arguments_.maps.v, arguments_.params.v, smem_.v[v.stage], smem_.v_full[v.stage], row,
-             arguments_.pack_gqa.kv_head(tile.head), tile.batch, group);
+             arguments_.pack_gqa.kv_head(tile.head), tile.batch, chunk);
         v.advance();
       });
     });
@@ -72,14 +80,14 @@ class LargeFwdProducer {
     }
   }
 
-  // visit(first key, group of columns) of each chunk of the blocks, from the last block on.
+  // visit(first key, number) of each chunk of the blocks, from the last block on.
   template <class Visit>
   static CUTE_DEVICE void for_each_chunk(BlockRange blocks, const Visit& visit) {
     CUTE_NO_UNROLL
     for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
       CUTE_NO_UNROLL
-      for (int group = 0; group < Traits::kGroups; ++group) {
-        visit(n_block * Traits::kBlockN, group);
+      for (int chunk = 0; chunk < Traits::kGroups * Traits::kChunksOfGroup; ++chunk) {
+        visit(n_block * Traits::kBlockN, chunk);
       }
     }
   }
@@ -95,19 +103,19 @@ class LargeFwdProducer {
   template <class View>
   CUTE_DEVICE void load_k(const CUtensorMap& map, const View& view,
                           PipelineState<Traits::kStages>& k, int row, int head, int batch,
-                          int group) {
+                          int chunk) {
     smem_.k_empty[k.stage].wait(k.parity ^ 1);  // the consumer is done with the stage
-    load(map, view, smem_.k[k.stage], smem_.k_full[k.stage], row, head, batch, group);
+    smem_.k_full[k.stage].arrive_and_expect(sizeof smem_.k[0]);
+    load(map, view, smem_.k[k.stage], smem_.k_full[k.stage], row, head, batch, chunk);
     k.advance();
   }
 
-  // A chunk: 64 rows, from row `row` of (batch, head) on, of a group of columns.
+  // The chunk of columns of that number of 64 rows, from row `row` of (batch, head) on.
   template <class View>
-  static CUTE_DEVICE void load(const CUtensorMap& map, const View& view, Element* chunk,
-                               hopper::Barrier& full, int row, int head, int batch, int group) {
-    full.arrive_and_expect(sizeof SharedMemory::q);
-    tma_load_rows<Traits::kBlockN, Traits::kHeadDimV, Traits::kStrip>(
-        map, view, chunk, full, row, head, batch, 0, group * Traits::kHeadDimV);
+  static CUTE_DEVICE void load(const CUtensorMap& map, const View& view, Element* target,
+                               hopper::Barrier& full, int row, int head, int batch, int chunk) {
+    tma_load_rows<Traits::kBlockN, Traits::kChunkColumns, Traits::kStrip>(
+        map, view, target, full, row, head, batch, 0, chunk * Traits::kChunkColumns);
   }
 
   const Arguments& arguments_;

@@ -26,13 +26,14 @@ class ScoresMainloop {
   using SharedMemory = typename Traits::SharedMemory;
   using Softmax = OnlineSoftmax<2>;  // a thread has two rows of 64 x N
   static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr int kSteps = Traits::kHeadDimV / 16;  // of a chunk
+  static constexpr int kHalf = Traits::kChunksOfGroup;       // chunks of half of Q or K
+  static constexpr int kSteps = Traits::kChunkColumns / 16;  // of a chunk
 
  public:
   CUTE_DEVICE ScoresMainloop(const Arguments& arguments, SharedMemory& smem)
       : arguments_(arguments),
         smem_(smem),
-        q_operand_(Traits::fragment_q(smem.q)),
+        q_operand_(Traits::fragment_q(smem.q[0])),
         k_operand_(Traits::fragment_k(smem.k[0])),
         // Where this lane's chunk of columns 0 to 15 lies among a warp's rows, see FwdEpilogue.
         first_(typename Traits::SmemLayoutO{}(platform::thread_index() % 16,
@@ -56,10 +57,10 @@ class ScoresMainloop {
  private:
   CUTE_DEVICE void process_tile(const WorkTile& tile, Softmax& softmax) {
     using namespace cute;
-    // ((2, 2, 2), 1, kHeadDimV / 16): the first chunk of Q, two elements a word
-    auto q_words = make_tensor<uint32_t>(Int<4 * kSteps>{});
+    // ((2, 2, 2), 1, kHeadDimV / 16): the first half of Q, two elements a word
+    auto q_words = make_tensor<uint32_t>(Int<4 * kHalf * kSteps>{});
     auto tSrQ = make_tensor(recast_ptr<Element>(q_words.data()),
-                            make_layout(Shape<Shape<_2, _2, _2>, _1, Int<kSteps>>{}));
+                            make_layout(Shape<Shape<_2, _2, _2>, _1, Int<kHalf * kSteps>>{}));
     load_q(q_words);
     smem_.q_full.wait(q_parity_);  // the second has arrived
     q_parity_ ^= 1;
@@ -115,24 +116,28 @@ class ScoresMainloop {
                                    Pipeline::sequence(arguments_, tile), softmax);
   }
 
-  // The first chunk of Q to registers, 16 columns at a time.
+  // The first half of Q to registers, 16 columns at a time.
   template <class Words>
   CUTE_DEVICE void load_q(Words& words) {
-    smem_.k_full[k_.stage].wait(k_.parity);  // it has arrived
     CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      const int strip = step * 16 / Traits::kStrip, column = step * 16 % Traits::kStrip;
-      const Element* rows =
-          smem_.k[k_.stage] + (strip * kBlockN + warp_ * Traits::kWarpRows) * Traits::kStrip;
-      platform::LoadMatrix::copy(
-          *reinterpret_cast<const cute::uint128_t*>(rows + (first_ ^ column)), words(4 * step),
-          words(4 * step + 1), words(4 * step + 2), words(4 * step + 3));
+    for (int chunk = 0; chunk < kHalf; ++chunk) {
+      smem_.k_full[k_.stage].wait(k_.parity);  // it has arrived
+      CUTE_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        const int strip = step * 16 / Traits::kStrip, column = step * 16 % Traits::kStrip;
+        const Element* rows =
+            smem_.k[k_.stage] + (strip * kBlockN + warp_ * Traits::kWarpRows) * Traits::kStrip;
+        const int i = 4 * (chunk * kSteps + step);
+        platform::LoadMatrix::copy(
+            *reinterpret_cast<const cute::uint128_t*>(rows + (first_ ^ column)), words(i),
+            words(i + 1), words(i + 2), words(i + 3));
+      }
+      hopper::sync_warp();
+      release_k();
     }
-    hopper::sync_warp();
-    release_k();
   }
 
-  // S = Q K^T, and releases K.
+  // S = Q K^T, and releases K, the first chunks as soon as they are read.
   template <class Query, class Scores>
   CUTE_DEVICE void gemm_qk(const Query& tSrQ, Scores& tSrS) {
     using namespace cute;
@@ -140,29 +145,29 @@ class ScoresMainloop {
     typename Traits::MmaS second;
     first.accumulate_ = GMMA::ScaleOut::Zero;
     typename Pipeline::KVState k = k_;
-    smem_.k_full[k.stage].wait(k.parity);  // the first chunk of K has arrived
     warpgroup_fence_operand(tSrS);
-    hopper::wgmma_fence();  // Q is in its registers, and S has been read
     CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      gemm(first, tSrQ(_, _, step), k_operand_.template descriptor<false>(k.stage, step), tSrS);
-      first.accumulate_ = GMMA::ScaleOut::One;
+    for (int chunk = 0; chunk < 2 * kHalf; ++chunk) {
+      smem_.k_full[k.stage].wait(k.parity);  // the chunk of K has arrived
+      hopper::wgmma_fence();                 // Q is in its registers, and S has been read
+      CUTE_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        if (chunk < kHalf) {
+          gemm(first, tSrQ(_, _, chunk * kSteps + step),
+               k_operand_.template descriptor<false>(k.stage, step), tSrS);
+          first.accumulate_ = GMMA::ScaleOut::One;
+        } else {
+          gemm(second, q_operand_.template descriptor<true>(chunk - kHalf, step),
+               k_operand_.template descriptor<true>(k.stage, step), tSrS);
+        }
+      }
+      hopper::wgmma_commit();
+      k.advance();
     }
-    hopper::wgmma_commit();
-    k.advance();
-    smem_.k_full[k.stage].wait(k.parity);  // the second
-    hopper::wgmma_fence();
-    CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      gemm(second, q_operand_.template descriptor<true>(0, step),
-           k_operand_.template descriptor<true>(k.stage, step), tSrS);
-    }
-    hopper::wgmma_commit();
-    hopper::wgmma_wait<1>();
-    release_k();
-    hopper::wgmma_wait<0>();  // S is complete
-    release_k();
-    warpgroup_fence_operand(tSrS);
+    [&]<int... kChunk>(std::integer_sequence<int, kChunk...>) {
+      ((hopper::wgmma_wait<2 * kHalf - 1 - kChunk>(), release_k()), ...);
+    }(std::make_integer_sequence<int, 2 * kHalf>{});
+    warpgroup_fence_operand(tSrS);  // S is complete
   }
 
   CUTE_DEVICE void release_k() {
@@ -197,8 +202,8 @@ class ScoresMainloop {
 
   const Arguments& arguments_;
   SharedMemory& smem_;
-  // (1, 1, kHeadDimV / 16) descriptors of each chunk
-  SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q> q_operand_;
+  // (1, 1, kSteps) descriptors of each chunk
+  SharedOperand<decltype(Traits::fragment_q(nullptr)), sizeof SharedMemory::q[0]> q_operand_;
   SharedOperand<decltype(Traits::fragment_k(nullptr)), sizeof SharedMemory::k[0]> k_operand_;
   int first_;
   int warp_;

@@ -13,7 +13,7 @@
 namespace flash_cute::sm90 {
 
 // A tile has 64 query rows. One warpgroup computes S and P. Each of two others has half of O's
-// columns, kHeadDimV. Q, K and V come in chunks of 64 rows and as many columns.
+// columns, kHeadDimV. Q, K and V come in chunks of 64 rows and some columns.
 template <DType kDType, FwdConfigSm90 kConfig_>
 struct LargeFwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
@@ -28,9 +28,11 @@ struct LargeFwdTraits {
   static constexpr int kHeadDimV = kConfig.head_dim_v / kGroups;  // of a group
   static constexpr int kConsumerRows = kConfig.kConsumerRows;     // query rows of a tile
   static constexpr int kBlockN = kConfig.block_n;
-  static constexpr int kStages = kConfig.stages;     // chunks of K
-  static constexpr int kVStages = kStages - 1;       // chunks of V
-  static constexpr int kQStages = kConfig.q_stages;  // work tiles that are announced
+  static constexpr int kChunkColumns = kConfig.chunk_columns();
+  static constexpr int kChunksOfGroup = kHeadDimV / kChunkColumns;
+  static constexpr int kStages = kConfig.stages;             // chunks of K
+  static constexpr int kVStages = kStages - kChunksOfGroup;  // chunks of V
+  static constexpr int kQStages = kConfig.q_stages;          // work tiles that are announced
   static constexpr int kPStages = kConfig.kPStages;
   static constexpr int kThreads = kConfig.threads();
   static constexpr int kMinCtas = 1;
@@ -39,24 +41,22 @@ struct LargeFwdTraits {
   using ShapeS = cute::Shape<cute::Int<kConsumerRows>, cute::Int<kBlockN>>;
   using ShapeP = ShapeS;
   using ShapeO = cute::Shape<cute::Int<kConsumerRows>, cute::Int<kHeadDimV>>;
-  using ShapeChunk = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDimV>>;
-  using ShapeVt = cute::Shape<cute::Int<kHeadDimV>, cute::Int<kBlockN>>;
+  using ShapeChunk = cute::Shape<cute::Int<kBlockN>, cute::Int<kChunkColumns>>;
+  using ShapeVt = cute::Shape<cute::Int<kChunkColumns>, cute::Int<kBlockN>>;
 
-  // S = Q K^T takes the first chunk of Q from registers, where it stays for the tile, the second
-  // from shared memory. O += P V takes both from shared memory. ptxas has to fit an instruction's
-  // accumulators into the registers of the launch.
-  static constexpr int kColumnsOfMmaO = kHeadDimV > 192 ? kHeadDimV / 2 : kHeadDimV;
+  // S = Q K^T takes the first half of Q from registers, where it stays for the tile, the second
+  // from shared memory. O += P V takes both from shared memory, a chunk of V in each instruction.
   static constexpr auto kMajorK = cute::SM90::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::SM90::GMMA::Major::MN;
   using MmaS = decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kBlockN>{}));
   using MmaSFirst = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kBlockN, kMajorK>{}));
   using MmaO =
-      decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kColumnsOfMmaO, kMajorK, kMajorMN>{}));
+      decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kChunkColumns, kMajorK, kMajorMN>{}));
   static_assert(cute::tile_size<1>(MmaS{}) == kBlockN &&
-                cute::tile_size<1>(MmaO{}) == kColumnsOfMmaO);
+                cute::tile_size<1>(MmaO{}) == kChunkColumns);
 
   // Strips of 64 columns, as traits.h has them.
-  static constexpr int kStrip = kConfig.strip(kHeadDimV);
+  static constexpr int kStrip = kConfig.strip(kChunkColumns);
   static constexpr int kStripV = kStrip;
   static_assert(kStrip == 64 && kBlockN == kStrip);
   template <cute::SM90::GMMA::Major kMajor>
@@ -88,9 +88,9 @@ struct LargeFwdTraits {
   }
 
   struct SharedMemory {
-    alignas(1024) Element q[kBlockN * kHeadDimV];           // the second chunk
-    alignas(1024) Element k[kStages][kBlockN * kHeadDimV];  // and the first chunk of Q
-    alignas(1024) Element v[kVStages][kBlockN * kHeadDimV];
+    alignas(1024) Element q[kChunksOfGroup][kBlockN * kChunkColumns];  // the second half
+    alignas(1024) Element k[kStages][kBlockN * kChunkColumns];         // and the first half of Q
+    alignas(1024) Element v[kVStages][kBlockN * kChunkColumns];
     alignas(1024) Element p[kPStages][kConsumerRows * kBlockN];
     alignas(1024) ElementOut out[kGroups][4][kOutStrips][kWarpRows * kStrip];
     float factors[kPStages][kConsumerRows];  // of O's rows, ahead of a block or behind the last

@@ -20,6 +20,8 @@ class ValuesMainloop {
   using Pipeline = sm90::Pipeline<Traits, kMask>;
   using SharedMemory = typename Traits::SharedMemory;
   static constexpr int kGroups = Traits::kGroups;
+  static constexpr int kChunks = Traits::kChunksOfGroup;
+  using VState = PipelineState<Traits::kVStages>;
 
  public:
   CUTE_DEVICE ValuesMainloop(const Arguments& arguments, SharedMemory& smem, int group)
@@ -93,21 +95,38 @@ class ValuesMainloop {
   CUTE_DEVICE void gemm_pv(Out& tOrO) {
     using namespace cute;
     typename Traits::MmaO mma;
-    for (int i = 0; i < group_; ++i) v_.advance();  // chunks of other groups
-    smem_.v_full[v_.stage].wait(v_.parity);         // V has arrived
+    skip_chunks(group_);
+    VState v = v_;
     warpgroup_fence_operand(tOrO);
-    hopper::wgmma_fence();  // shows O to the products
     CUTE_UNROLL
-    for (int step = 0; step < Traits::kBlockN / 16; ++step) {
-      gemm(mma, p_operand_.template descriptor<true>(p_.stage, step),
-           v_operand_.template descriptor<true>(v_.stage, step), tOrO);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      smem_.v_full[v.stage].wait(v.parity);  // the chunk of V has arrived
+      hopper::wgmma_fence();                 // shows O to the products
+      auto tOrOc = make_tensor(tOrO(_, _, chunk).data(), append<3>(tOrO(_, _, chunk).layout()));
+      CUTE_UNROLL
+      for (int step = 0; step < Traits::kBlockN / 16; ++step) {
+        gemm(mma, p_operand_.template descriptor<true>(p_.stage, step),
+             v_operand_.template descriptor<true>(v.stage, step), tOrOc);
+      }
+      hopper::wgmma_commit();
+      v.advance();
     }
-    hopper::wgmma_commit();
-    hopper::wgmma_wait<0>();  // O is complete
-    warpgroup_fence_operand(tOrO);
-    hopper::arrive_of_warp(smem_.v_empty[v_.stage], /*after_accesses=*/true);
+    [&]<int... kChunk>(std::integer_sequence<int, kChunk...>) {
+      ((hopper::wgmma_wait<kChunks - 1 - kChunk>(), release_v()), ...);
+    }(std::make_integer_sequence<int, kChunks>{});
+    warpgroup_fence_operand(tOrO);  // O is complete
     release_p();
-    for (int i = group_; i < kGroups; ++i) v_.advance();
+    skip_chunks(kGroups - 1 - group_);
+  }
+
+  // Of V, those of other groups.
+  CUTE_DEVICE void skip_chunks(int groups) {
+    for (int i = 0; i < groups * kChunks; ++i) v_.advance();
+  }
+
+  CUTE_DEVICE void release_v() {
+    hopper::arrive_of_warp(smem_.v_empty[v_.stage], /*after_accesses=*/true);
+    v_.advance();
   }
 
   CUTE_DEVICE void release_p() {
@@ -122,7 +141,7 @@ class ValuesMainloop {
   // (1, 1, kBlockN / 16) descriptors of each stage of P, and of each chunk of V
   SharedOperand<decltype(Traits::fragment_p(nullptr)), sizeof SharedMemory::p[0]> p_operand_;
   SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> v_operand_;
-  PipelineState<Traits::kVStages> v_;
+  VState v_;
   PipelineState<Traits::kPStages> p_;
   typename Pipeline::QState tile_;
 };
