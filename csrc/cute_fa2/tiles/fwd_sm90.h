@@ -23,7 +23,8 @@ struct FwdConfigSm90 {
   int column_groups = 1;
 
   static constexpr int kConsumerRows = 64;  // rows of a warpgroup's product
-  static constexpr int kPStages = 2;        // blocks of P in shared memory, of large head dims
+  // Of large head dims: blocks of P, and chunks of a column group of V in shared memory.
+  static constexpr int kPStages = 2, kVStages = 2;
 
   constexpr bool is_large() const { return column_groups > 1; }
   // Columns of the chunks in which they have Q, K and V: those of one product of 128 or 192.
@@ -67,7 +68,9 @@ struct FwdConfigSm90 {
   // Q, K and V, and 1 KB for barriers and work tiles.
   constexpr int bytes_without_out(int element_bytes) const {
     if (is_large()) {  // chunks of Q, K and V; and P
-      const int kv = 2 * stages * block_n * chunk_columns();
+      const int q_chunks = head_dim / column_groups / chunk_columns();
+      const int chunks = q_chunks + stages + column_groups * kVStages;
+      const int kv = chunks * block_n * chunk_columns();
       return (kv + kPStages * block_m() * block_n) * element_bytes + 1024;
     }
     const int q = block_m() * q_stages * head_dim, kv = stages * block_n * (head_dim + head_dim_v);
@@ -119,7 +122,7 @@ inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     {{192, 128, 2, 128, 2, 1, true}, true, true, 80, false, true},   // not timed
     {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},    // 1.17, N 512 and 4096
     // ..., ping_pong, column_groups; of dense calls alone. None timed.
-    {{384, 384, 1, 64, 4, 2, false, 2}, true, true},
+    {{384, 384, 1, 64, 3, 2, false, 2}, true, true},
     {{512, 512, 1, 64, 6, 2, false, 2}, true, true},
 };
 

@@ -72,9 +72,11 @@ struct LargeFwdKernel {
       smem.k_full[stage].init(1);
       smem.k_empty[stage].init(kWarps);
     }
-    for (int stage = 0; stage < Traits::kVStages; ++stage) {
-      smem.v_full[stage].init(1);
-      smem.v_empty[stage].init(kWarps);  // of the warpgroup that has the chunk's columns
+    for (int group = 0; group < Traits::kGroups; ++group) {
+      for (int stage = 0; stage < Traits::kVStages; ++stage) {
+        smem.v_full[group][stage].init(1);
+        smem.v_empty[group][stage].init(kWarps);
+      }
     }
     for (int stage = 0; stage < Traits::kPStages; ++stage) {
       smem.p_full[stage].init(kWarps);

@@ -1,4 +1,5 @@
-// Two threads of the first warpgroup are producers: one has TMA bring Q and K, one V.
+// Two threads of the first warpgroup are producers: one has TMA bring half of Q and K, one the
+// other half and V.
 #pragma once
 
 #include <cute/config.hpp>
@@ -26,10 +27,9 @@ class LargeFwdProducer {
   CUTE_DEVICE LargeFwdProducer(const Arguments& arguments, SharedMemory& smem)
       : arguments_(arguments), smem_(smem) {}
 
-  // Q of each tile, then K from the last block to the first. Tells the consumers the tiles.
+  // Half of Q of each tile, then K from the last block to the first. Tells the consumers the tiles.
   CUTE_DEVICE void run_keys(Iterator tiles) {
     PipelineState<Traits::kStages> k;
-    uint32_t q_parity = 1;
     for_each_tile(tiles, [&](const WorkTile& tile, BlockRange blocks) {
       announce(tile);
       const int query = arguments_.pack_gqa.query(tile.row0);
@@ -37,15 +37,7 @@ class LargeFwdProducer {
       for (int chunk = 0; chunk < Traits::kChunksOfGroup; ++chunk) {
         load_k(arguments_.maps.q, arguments_.params.q, k, query, tile.head, tile.batch, chunk);
       }
-      smem_.q_empty.wait(q_parity);  // the products of the tile before are done with it
-      q_parity ^= 1;
-      smem_.q_full.arrive_and_expect(sizeof smem_.q);
-      CUTE_NO_UNROLL
-      for (int chunk = 0; chunk < Traits::kChunksOfGroup; ++chunk) {
-        load(arguments_.maps.q, arguments_.params.q, smem_.q[chunk], smem_.q_full, query, tile.head,
-             tile.batch, Traits::kChunksOfGroup + chunk);
-      }
-      for_each_chunk(blocks, [&](int row, int chunk) {
+      for_each_chunk<Traits::kGroups * Traits::kChunksOfGroup>(blocks, [&](int row, int chunk) {
         load_k(arguments_.maps.k, arguments_.params.k, k, row,
                arguments_.pack_gqa.kv_head(tile.head), tile.batch, chunk);
       });
@@ -55,14 +47,31 @@ class LargeFwdProducer {
     announce(none);
   }
 
+  // The other half of Q, which waits for the last S of the tile before, then V. Each group of V's
+  // columns has a ring of its own: its consumer has to see all phases of a barrier.
   CUTE_DEVICE void run_values(Iterator tiles) {
     PipelineState<Traits::kVStages> v;
+    uint32_t q_parity = 1;
     for_each_tile(tiles, [&](const WorkTile& tile, BlockRange blocks) {
-      for_each_chunk(blocks, [&](int row, int chunk) {
-        smem_.v_empty[v.stage].wait(v.parity ^ 1);  // its consumer is done with the stage
-        smem_.v_full[v.stage].arrive_and_expect(sizeof smem_.v[0]);
-        load(arguments_.maps.v, arguments_.params.v, smem_.v[v.stage], smem_.v_full[v.stage], row,
-             arguments_.pack_gqa.kv_head(tile.head), tile.batch, chunk);
+      smem_.q_empty.wait(q_parity);  // the products of the tile before are done with it
+      q_parity ^= 1;
+      smem_.q_full.arrive_and_expect(sizeof smem_.q);
+      CUTE_NO_UNROLL
+      for (int chunk = 0; chunk < Traits::kChunksOfGroup; ++chunk) {
+        load(arguments_.maps.q, arguments_.params.q, smem_.q[chunk], smem_.q_full,
+             arguments_.pack_gqa.query(tile.row0), tile.head, tile.batch,
+             Traits::kChunksOfGroup + chunk);
+      }
+      for_each_chunk<Traits::kChunksOfGroup>(blocks, [&](int row, int chunk) {
+        CUTE_NO_UNROLL
+        for (int group = 0; group < Traits::kGroups; ++group) {
+          hopper::Barrier& full = smem_.v_full[group][v.stage];
+          smem_.v_empty[group][v.stage].wait(v.parity ^ 1);  // the consumer is done with the stage
+          full.arrive_and_expect(sizeof smem_.v[0][0]);
+          load(arguments_.maps.v, arguments_.params.v, smem_.v[group][v.stage], full, row,
+               arguments_.pack_gqa.kv_head(tile.head), tile.batch,
+               group * Traits::kChunksOfGroup + chunk);
+        }
         v.advance();
       });
     });
@@ -80,13 +89,13 @@ class LargeFwdProducer {
     }
   }
 
-  // visit(first key, number) of each chunk of the blocks, from the last block on.
-  template <class Visit>
+  // visit(first key, number) of kCount chunks of each block, from the last block on.
+  template <int kCount, class Visit>
   static CUTE_DEVICE void for_each_chunk(BlockRange blocks, const Visit& visit) {
     CUTE_NO_UNROLL
     for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
       CUTE_NO_UNROLL
-      for (int chunk = 0; chunk < Traits::kGroups * Traits::kChunksOfGroup; ++chunk) {
+      for (int chunk = 0; chunk < kCount; ++chunk) {
         visit(n_block * Traits::kBlockN, chunk);
       }
     }

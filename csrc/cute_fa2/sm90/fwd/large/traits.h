@@ -30,9 +30,9 @@ struct LargeFwdTraits {
   static constexpr int kBlockN = kConfig.block_n;
   static constexpr int kChunkColumns = kConfig.chunk_columns();
   static constexpr int kChunksOfGroup = kHeadDimV / kChunkColumns;
-  static constexpr int kStages = kConfig.stages;             // chunks of K
-  static constexpr int kVStages = kStages - kChunksOfGroup;  // chunks of V
-  static constexpr int kQStages = kConfig.q_stages;          // work tiles that are announced
+  static constexpr int kStages = kConfig.stages;     // chunks of K
+  static constexpr int kVStages = kConfig.kVStages;  // chunks of V, of a group
+  static constexpr int kQStages = kConfig.q_stages;  // work tiles that are announced
   static constexpr int kPStages = kConfig.kPStages;
   static constexpr int kThreads = kConfig.threads();
   static constexpr int kMinCtas = 1;
@@ -90,7 +90,7 @@ struct LargeFwdTraits {
   struct SharedMemory {
     alignas(1024) Element q[kChunksOfGroup][kBlockN * kChunkColumns];  // the second half
     alignas(1024) Element k[kStages][kBlockN * kChunkColumns];         // and the first half of Q
-    alignas(1024) Element v[kVStages][kBlockN * kChunkColumns];
+    alignas(1024) Element v[kGroups][kVStages][kBlockN * kChunkColumns];
     alignas(1024) Element p[kPStages][kConsumerRows * kBlockN];
     alignas(1024) ElementOut out[kGroups][4][kOutStrips][kWarpRows * kStrip];
     float factors[kPStages][kConsumerRows];  // of O's rows, ahead of a block or behind the last
@@ -101,8 +101,8 @@ struct LargeFwdTraits {
     hopper::Barrier q_empty;
     hopper::Barrier k_full[kStages];
     hopper::Barrier k_empty[kStages];
-    hopper::Barrier v_full[kVStages];
-    hopper::Barrier v_empty[kVStages];
+    hopper::Barrier v_full[kGroups][kVStages];
+    hopper::Barrier v_empty[kGroups][kVStages];
     hopper::Barrier p_full[kPStages];
     hopper::Barrier p_empty[kPStages];
   };

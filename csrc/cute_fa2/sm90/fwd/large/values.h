@@ -19,7 +19,6 @@ template <class Traits, MaskKind kMask>
 class ValuesMainloop {
   using Pipeline = sm90::Pipeline<Traits, kMask>;
   using SharedMemory = typename Traits::SharedMemory;
-  static constexpr int kGroups = Traits::kGroups;
   static constexpr int kChunks = Traits::kChunksOfGroup;
   using VState = PipelineState<Traits::kVStages>;
 
@@ -29,7 +28,7 @@ class ValuesMainloop {
         smem_(smem),
         group_(group),
         p_operand_(Traits::fragment_p(smem.p[0])),
-        v_operand_(Traits::fragment_vt(smem.v[0])) {}
+        v_operand_(Traits::fragment_vt(smem.v[group][0])) {}
 
   // Works on the tiles that the producer announces. `finish_tile(tile, tOrO)` takes the result,
   // ((2, 2, kHeadDimV / 8), 1, 1), normalised.
@@ -95,13 +94,12 @@ class ValuesMainloop {
   CUTE_DEVICE void gemm_pv(Out& tOrO) {
     using namespace cute;
     typename Traits::MmaO mma;
-    skip_chunks(group_);
     VState v = v_;
     warpgroup_fence_operand(tOrO);
     CUTE_UNROLL
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      smem_.v_full[v.stage].wait(v.parity);  // the chunk of V has arrived
-      hopper::wgmma_fence();                 // shows O to the products
+      smem_.v_full[group_][v.stage].wait(v.parity);  // the chunk of V has arrived
+      hopper::wgmma_fence();                         // shows O to the products
       auto tOrOc = make_tensor(tOrO(_, _, chunk).data(), append<3>(tOrO(_, _, chunk).layout()));
       CUTE_UNROLL
       for (int step = 0; step < Traits::kBlockN / 16; ++step) {
@@ -116,16 +114,10 @@ class ValuesMainloop {
     }(std::make_integer_sequence<int, kChunks>{});
     warpgroup_fence_operand(tOrO);  // O is complete
     release_p();
-    skip_chunks(kGroups - 1 - group_);
-  }
-
-  // Of V, those of other groups.
-  CUTE_DEVICE void skip_chunks(int groups) {
-    for (int i = 0; i < groups * kChunks; ++i) v_.advance();
   }
 
   CUTE_DEVICE void release_v() {
-    hopper::arrive_of_warp(smem_.v_empty[v_.stage], /*after_accesses=*/true);
+    hopper::arrive_of_warp(smem_.v_empty[group_][v_.stage], /*after_accesses=*/true);
     v_.advance();
   }
 
@@ -138,9 +130,9 @@ class ValuesMainloop {
   const Arguments& arguments_;
   SharedMemory& smem_;
   int group_;
-  // (1, 1, kBlockN / 16) descriptors of each stage of P, and of each chunk of V
+  // (1, 1, kBlockN / 16) descriptors of each stage of P, and of V's chunks of the group
   SharedOperand<decltype(Traits::fragment_p(nullptr)), sizeof SharedMemory::p[0]> p_operand_;
-  SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0]> v_operand_;
+  SharedOperand<decltype(Traits::fragment_vt(nullptr)), sizeof SharedMemory::v[0][0]> v_operand_;
   VState v_;
   PipelineState<Traits::kPStages> p_;
   typename Pipeline::QState tile_;
