@@ -143,7 +143,10 @@ def test_random_calls(unsplit, seed):
 
 @pytest.mark.parametrize(
     "head_dim, is_causal",
-    [(64, False), (64, True), (96, False), (96, True), (128, True), (256, False), (512, True)],
+    [
+        *[(64, False), (64, True), (96, False), (96, True), (128, True), (256, False)],
+        *[(320, False), (512, True)],
+    ],
 )
 def test_results_do_not_depend_on_who_is_first(kernels, head_dim, is_causal):
     inputs = random_inputs(1, 3, 200, head_dim, heads_kv=1, len_k=260)
