@@ -97,6 +97,8 @@ class Tile(TileOfAnyArch, total=False):
     q_stages: int  #: query tiles in shared memory
     producer_registers: int  #: registers of a thread in the warpgroup that loads
     consumer_registers: int  #: and in those that compute
+    column_groups: int  #: consumers that share rows; above 1 another warpgroup computes scores,
+    scores_registers: int  #: with so many registers, else 0
 
 
 class BuildInfo(TypedDict):
