@@ -106,8 +106,9 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
 std::string why_not_large_sm90(const FwdParams& p, int head_dim, const FwdOverrides& overrides,
                                const DeviceProperties& device) {
   const std::string above = "above head dim " + std::to_string(kLargeAbove) + " ";
-  if (p.is_packed())
+  if (p.is_packed()) {
     return above + "packed sequences and changed scores have kernels of sm80 alone";
+  }
   if (!has_fwd_sm90(head_dim, p.mask)) {
     return "the head dim is above " + std::to_string(kLargeSm90);
   }
