@@ -27,16 +27,18 @@ struct FwdEpilogue {
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, WorkTile tile,
                               int consumer, int row0, const Sequence& sequence, Out& tOrO,
                               const Softmax& softmax) {
+    const int warp = hopper::warp_in_warpgroup();
+    row0 += warp * Traits::kWarpRows;
     store_lse(arguments, tile, row0, sequence, softmax);
-    store_out(arguments, smem, tile, consumer, row0, sequence, tOrO);
+    store_out(arguments, smem, tile, consumer, warp, row0, sequence, tOrO);
   }
 
+  // Of a warp's rows, which begin with `row0`.
   template <class Softmax>
   static CUTE_DEVICE void store_lse(const Arguments& arguments, WorkTile tile, int row0,
                                     const Sequence& sequence, const Softmax& softmax) {
     const PackGqa& pack_gqa = arguments.pack_gqa;
     const int lane = hopper::thread_in_warpgroup() % 32;
-    row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows;
     const int mine = lane % 4;
     if (mine < Softmax::kRows) {  // each of two lanes has one of the rows
       const int row = row0 + lane / 4 + 8 * mine;
@@ -47,16 +49,14 @@ struct FwdEpilogue {
     }
   }
 
-  // The columns of O from `first_column` on.
+  // Likewise; the columns of O from `first_column` on.
   template <class Out>
   static CUTE_DEVICE void store_out(const Arguments& arguments, SharedMemory& smem, WorkTile tile,
-                                    int consumer, int row0, const Sequence& sequence, Out& tOrO,
-                                    int first_column = 0) {
+                                    int consumer, int warp, int row0, const Sequence& sequence,
+                                    Out& tOrO, int first_column = 0) {
     using namespace cute;
     const PackGqa& pack_gqa = arguments.pack_gqa;
-    const int warp = hopper::warp_in_warpgroup();
     const int lane = hopper::thread_in_warpgroup() % 32;
-    row0 += warp * Traits::kWarpRows;
     // The map does not know where a sequence ends that another one follows.
     const int rows = pack_gqa.rows(sequence.len_q);
     const bool is_last = Traits::kIsPacked && row0 + Traits::kWarpRows > rows;  // fault: last-store

@@ -51,7 +51,9 @@ struct LargeFwdKernel {
       const int group = warpgroup - 2;
       ValuesMainloop<Traits, kMask>(arguments, smem, group)
           .run([&](const WorkTile& tile, auto& tOrO) {
-            Epilogue::store_out(arguments, smem, tile, group, tile.row0,
+            const int warp = hopper::warp_in_warpgroup();
+            Epilogue::store_out(arguments, smem, tile, group, warp,
+                                tile.row0 + warp * Traits::kWarpRows,
                                 Pipeline<Traits, kMask>::sequence(arguments, tile), tOrO,
                                 group * Traits::kHeadDimV);
           });

@@ -112,7 +112,7 @@ class ScoresMainloop {
     }
     smem_.p_empty[p_.stage].wait(p_.parity ^ 1);
     hand_over(factors);
-    FwdEpilogue<Traits>::store_lse(arguments_, tile, tile.row0,
+    FwdEpilogue<Traits>::store_lse(arguments_, tile, tile.row0 + warp_ * Traits::kWarpRows,
                                    Pipeline::sequence(arguments_, tile), softmax);
   }
 
