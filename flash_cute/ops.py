@@ -97,6 +97,8 @@ class Tile(TileOfAnyArch, total=False):
     q_stages: int  #: query tiles in shared memory
     producer_registers: int  #: registers of a thread in the warpgroup that loads
     consumer_registers: int  #: and in those that compute
+    column_groups: int  #: consumers that share rows; above 1 another warpgroup computes scores,
+    scores_registers: int  #: with so many registers, else 0
 
 
 class BuildInfo(TypedDict):
@@ -109,7 +111,7 @@ class BuildInfo(TypedDict):
     max_head_dim_fp32: int  #: those of fp32 on GPUs
     archs: list[str]
     head_dims: list[int]
-    large_head_dims: list[int]  #: of sm80 alone
+    large_head_dims: list[int]  #: of sm80; sm90's forward has those to 512
     fp32_head_dims: list[int]  #: of sm80 in fp32
     left_out: str  #: what FLASH_CUTE_HEAD_DIMS and FLASH_CUTE_ARCHS left out
     tiles: list[Tile]

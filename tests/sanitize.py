@@ -87,9 +87,12 @@ def main() -> None:
         k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", torch.bfloat16)
         window_right = 0 if is_causal else -1
         call = functools.partial(ops.fwd, q, k, v, window_right=window_right)
-        assert_close(call(), call(tuning=SMALL_SHARED_MEMORY))
-        assert_close(call(tuning="splits=2"), call(tuning="splits=1"))
-        inputs = torch.randn_like(q), q, k, v, *call()
+        sm80 = call(tuning="arch=80")
+        assert_close(sm80, call(tuning=SMALL_SHARED_MEMORY))
+        assert_close(call(tuning="arch=80,splits=2"), call(tuning="arch=80,splits=1"))
+        if has_sm90 and head_dim <= 512 and (knows_out or head_dim % 8 == 0):
+            assert_close(call(tuning="arch=90"), sm80, knows_out)
+        inputs = torch.randn_like(q), q, k, v, *sm80
         first, second = (ops.bwd(*inputs, window_right=window_right)[:3] for _ in range(2))
         assert all(map(torch.equal, first, second))
     for sizes, lengths in itertools.product([*head_dims, *HEAD_DIM_PAIRS], PACKED):

@@ -32,7 +32,7 @@ CONFIG = {
     ("sm80", "large"): ("columns", "stages", "block_m", "chunk_columns", "chunk_rows"),
     ("sm90", "fwd"): (
         *("head_dim", "head_dim_v", "consumers", "block_n"),
-        *("stages", "q_stages", "ping_pong"),
+        *("stages", "q_stages", "ping_pong", "column_groups"),
     ),
     ("sm90", "bwd"): ("head_dim", "head_dim_v", "consumers", "stages"),
     ("sm90", "dq"): ("head_dim", "head_dim_v", "consumers", "block_n", "k_stages", "v_stages"),
@@ -42,7 +42,7 @@ CONFIG["sm80", "large_fp32"] = CONFIG["sm80", "large"]
 #: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV. In
 #: the end the kind of mask.
 MANGLED = re.compile(
-    r"sm[89]0\d+(?:Fwd|Bwd|Dkv|Dq|LargeBwd)Kernel\S*?(Fwd|Large|Bwd|Dq)(?:Bwd)?ConfigSm[89]0E"
+    r"sm[89]0\d+(?:Fwd|LargeFwd|Bwd|Dkv|Dq|LargeBwd)Kernel\S*?(Fwd|Large|Bwd|Dq)(?:Bwd)?ConfigSm[89]0E"
     r"((?:L[ib]\d+E)+)(?:EELb(1)E)?\S*?(?:MaskKind|Gradient)E(\d)"
 )
 #: As MaskKind numbers them.
@@ -134,7 +134,8 @@ def tile_of(entry: dict[str, Any]) -> tuple[int, ...]:
         is_chunked = entry["k_columns"] > 0
         entry = {**entry, "row_warps": row_warps, "chunk_stages": is_chunked * entry["stages"]}
         entry["pipelined_qk"] = 0 if is_chunked else entry["stages"] - 1
-    return _tile(arch, op, {**entry, "consumers": entry["warps"] // 4 - 1})
+    consumers = entry["block_m"] // 64 if op == "fwd" else entry["warps"] // 4 - 1
+    return _tile(arch, op, {**entry, "consumers": consumers})
 
 
 def _tile(arch: str, op: str, config: dict[str, Any]) -> tuple[int, ...]:

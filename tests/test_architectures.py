@@ -43,7 +43,7 @@ def assert_both_agree(q, k, v, is_causal=False, **band):
 
 
 @DTYPES
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 320, 512])
 def test_lengths_and_heads(dtype, head_dim):
     for (len_q, len_k), heads_kv, is_causal in itertools.product(LENGTHS, (4, 2, 1), (False, True)):
         inputs = gpu_inputs(2, 4, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=dtype)
@@ -51,7 +51,7 @@ def test_lengths_and_heads(dtype, head_dim):
 
 
 @DTYPES
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
 def test_bands(dtype, head_dim):
     for (len_q, len_k), band in itertools.product(((129, 129), (100, 300), (700, 300)), BANDS):
         inputs = gpu_inputs(1, 4, len_q, head_dim, heads_kv=2, len_k=len_k, dtype=dtype)

@@ -354,18 +354,30 @@ def test_some_head_dims_of_v_have_tiles_of_their_own(
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("head_dim", [257, 320, 384, 385, 512, 640, 1024])
 @pytest.mark.parametrize("backward", [0, 1])
-def test_large_head_dims_have_kernels_of_sm80(head_dim: int, gpu: str, backward: int) -> None:
+def test_large_head_dims(head_dim: int, gpu: str, backward: int) -> None:
     result = plan(gpu, 2, 8, 8, 300, 300, head_dim, backward=backward)
-    assert result["arch"] == "sm80"
+    has_sm90 = gpu == "H100" and head_dim <= 512 and not backward
+    assert result["arch"] == ("sm90" if has_sm90 else "sm80")
     assert result["head_dim"] == next(d for d in LARGE_HEAD_DIMS if d >= head_dim)
     if backward:  # the statistics alone need memory
         assert (result["dq_by"], result["head_splits"]) == ("own kernel", 1)
         assert (result["m_blocks"], result["n_blocks"], result["ctas"]) == (3, 5, 2 * 8 * 5)
         assert result["workspace_bytes"] == 2 * 8 * 3 * 128 * 8
-    if gpu == "H100":
-        assert result["why_not_sm90"] == "the head dim is above 256"
-        with pytest.raises(RuntimeError, match=r"arch is 'sm90', but .* the head dim is above 256"):
+    if gpu == "H100" and not has_sm90:
+        why_not = f"the head dim is above {256 if backward else 512}"
+        assert result["why_not_sm90"] == why_not
+        with pytest.raises(RuntimeError, match=f"arch is 'sm90', but .* {why_not}"):
             plan(gpu, 2, 8, 8, 300, 300, head_dim, arch=90, backward=backward)
+    if has_sm90:
+        assert (result["block_m"], result["block_n"], result["splits"]) == (64, 64, 1)
+
+
+def test_large_head_dims_have_splits_of_sm80() -> None:
+    sizes = 1, 8, 8, 1, 8192, 512
+    result = plan("H100", *sizes)
+    assert result["arch"] == "sm80" and result["splits"] > 1
+    assert result["why_not_sm90"] == "above head dim 256 split-KV has kernels of sm80 alone"
+    assert plan("H100", *sizes, arch=90)["splits"] == 1
 
 
 def test_requests_that_no_call_makes() -> None:

@@ -60,7 +60,8 @@ def test_every_built_head_dim_has_entries() -> None:
 def test_every_head_dim_has_entries_of_sm90(mask: str) -> None:
     """Of which calls choose one by the number of tiles: tests/emulator has each chosen."""
     entries = [entry for entry in SM90 if entry["mask"] in (mask, "any")]
-    assert sorted({entry["head_dim"] for entry in entries}) == (INFO["head_dims"] if SM90 else [])
+    built = [*INFO["head_dims"], *(d for d in INFO["large_head_dims"] if d <= 512)]
+    assert sorted({entry["head_dim"] for entry in entries}) == (built if SM90 else [])
     assert len({(*pair(entry), entry["block_m"]) for entry in entries}) == len(entries)
 
 
@@ -83,16 +84,20 @@ def test_sm80_entry(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize("entry", SM90 + BWD_SM90, ids=name_of)
 def test_sm90_entry(entry: dict[str, Any]) -> None:
     assert entry["ctas_per_sm"] == 1 and fits(entry, LIMITS["227 KB"])
-    # A consumer warpgroup has 4 warps and 64 rows, in a backward 64 keys; above head dim 128 two
-    # share them. One more warpgroup loads. wgmma is up to 256 keys wide.
+    # A consumer warpgroup has 4 warps and 64 rows, in a backward 64 keys. Two share them in a
+    # backward above head dim 128; in a forward above 256, where one more has the scores. One more
+    # warpgroup loads. wgmma is up to 256 keys wide.
     rows = entry["block_m"] if entry["op"] != "bwd" else entry["block_n"]
-    shares = entry["op"] == "bwd" and entry["head_dim"] > 128
+    has_scores = entry.get("column_groups", 1) > 1
+    shares = has_scores or (entry["op"] == "bwd" and entry["head_dim"] > 128)
     consumers = 2 if shares else rows // 64
-    assert rows == 64 * (1 if shares else consumers) and entry["warps"] == 4 * (consumers + 1)
+    assert rows == 64 * (1 if shares else consumers)
+    assert entry["warps"] == 4 * (consumers + 1 + has_scores)
     assert entry["block_n"] <= 256
     # What the launch gives to the threads is what they trade among them, in steps of 8 registers.
-    launched = 128 * (consumers + 1) * entry["max_registers"]
+    launched = 128 * (consumers + 1 + has_scores) * entry["max_registers"]
     after = 128 * (entry["producer_registers"] + consumers * entry["consumer_registers"])
+    after += 128 * entry.get("scores_registers", 0)
     assert after <= launched <= 65536
     for name in ("max_registers", "producer_registers", "consumer_registers"):
         assert entry[name] % 8 == 0 and 24 <= entry[name] <= 256, name

@@ -10,8 +10,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Of sm80 alone.
 LARGE_HEAD_DIMS = (384, 512, 768, 1024)
+#: Those that sm90's forward has too, and the kinds of their kernels there.
+LARGE_HEAD_DIMS_SM90 = (384, 512)
+LARGE_KINDS_SM90 = ("full", "banded")
 ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256, *LARGE_HEAD_DIMS)
 DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
 #: Of sm80 in fp32, which has fewer: each serves the others up to it.
@@ -71,7 +73,7 @@ VARIANTS_INC = """\
 
 namespace flash_cute {{
 inline constexpr std::array<int, {count}> kBuiltHeadDims = {{{head_dims}}};
-// Of sm80 alone; and of their gradients, the columns that a tile has.
+// The large ones; and of their gradients, which sm80 alone has, the columns that a tile has.
 inline constexpr std::array<int, {large_count}> kBuiltLargeHeadDims = {{{large}}};
 inline constexpr std::array<int, {columns_count}> kBuiltBwdColumns = {{{columns}}};
 inline constexpr std::array<int, {fp32_count}> kBuiltFp32HeadDims = {{{fp32}}};
@@ -102,7 +104,13 @@ def generate(
             its_head_dims = head_dims if is_fwd_sm80 else ordinary
             cases = list(itertools.product(its_head_dims, DTYPES.items()))
             cases += itertools.product(fp32 if is_fwd_sm80 else [], FP32.items())
-            for (head_dim, (dtype, cpp_dtype)), suffix in itertools.product(cases, files):
+            names = [*itertools.product(cases, files)]
+            if (op, arch) == ("fwd", "sm90"):
+                large_sm90 = [d for d in large if d in LARGE_HEAD_DIMS_SM90]
+                its_files = [f"_{kind}" for kind in LARGE_KINDS_SM90]
+                large_cases = itertools.product(large_sm90, DTYPES.items())
+                names += itertools.product(large_cases, its_files)
+            for (head_dim, (dtype, cpp_dtype)), suffix in names:
                 of_op = f"const {op.title()}Plan&, const {op.title()}Params&"
                 lines = [
                     f"template void launch_{op}_{arch}<{cpp_dtype}, {head_dim}, {kinds[k]}>"

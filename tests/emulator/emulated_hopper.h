@@ -113,9 +113,9 @@ struct EmulatedWgmma {
 template <class Element, int kColumns, cute::SM90::GMMA::Major kMajorA = cute::SM90::GMMA::Major::K,
           cute::SM90::GMMA::Major kMajorB = cute::SM90::GMMA::Major::K>
 using MmaSS = EmulatedWgmma<Element, kColumns, false, kMajorA, kMajorB>;
-template <class Element, int kColumns>
-using MmaRS =
-    EmulatedWgmma<Element, kColumns, true, cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;
+template <class Element, int kColumns,
+          cute::SM90::GMMA::Major kMajorB = cute::SM90::GMMA::Major::MN>
+using MmaRS = EmulatedWgmma<Element, kColumns, true, cute::SM90::GMMA::Major::K, kMajorB>;
 
 EMULATED void wgmma_fence() { emulator::wgmma_fence(); }
 EMULATED void wgmma_commit() { emulator::wgmma_commit(); }

@@ -65,6 +65,7 @@ SM90 = [
     Fault("wgmma-fence", "", "no wgmma.fence"),
     Fault("wgmma-wait", "hopper::wgmma_wait<kInFlight + 1>();", UNFINISHED),
     Fault("rescale", "", WRONG),
+    Fault("p-full", "", READ),
     Fault("turn", "", STUCK),
     Fault("swizzle", "hopper::stmatrix(staged + (first + column), block);", f"{WRONG}|{READ}"),
     Fault("proxy-fence", "", "with no fence.proxy.async ahead"),
@@ -77,7 +78,6 @@ BACKWARD = [
     Fault("bwd-ds-barrier", "", READ),
     Fault("bwd-mask", "= (n_block_ + 1) * kBlockN", WRONG),
     Fault("bwd-scale", "= factor * factor * gradient(r, c)", WRONG),
-    Fault("bwd-chunk-wait", "platform::wait_copies<kStages - 1>();", UNFINISHED),
     Fault("bwd-turn", "", "passes a turn that its CTA has not waited for"),
 ]
 BACKWARD_SM90 = [

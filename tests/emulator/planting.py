@@ -62,6 +62,8 @@ def run_cases(emulator: Emulator) -> None:
         for head_dim in (96, 192, 320):
             check(1, 1, 150, 200, head_dim=head_dim)
         check(2, 1, 150, 200, dtype=torch.float32)
+    else:
+        check(2, 1, 150, 200, head_dim=320)
 
 
 def run_backward_cases(emulator: Emulator) -> None:

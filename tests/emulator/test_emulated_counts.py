@@ -202,14 +202,23 @@ def test_sm90(sm90, name):
     assert counters.global_reads_16 == counters.global_reads == 0
     # It writes each once as well, from where it lies in shared memory once. Threads write the LSE.
     assert counters.tma_store_bytes == heads * m * dv * 2
-    assert counters.store_matrix.wavefronts == heads * m * dv * 2 // 128
+    # Above head dim 256 P goes there, too.
+    groups = tile["column_groups"]
+    is_large = groups > 1
+    assert counters.store_matrix.wavefronts == heads * m * (dv + is_large * n) * 2 // 128
     assert (counters.global_writes_16, counters.global_writes) == (0, heads * m)
     # The producer tells each consumer of the tiles and of the end, in 16 bytes. The consumer's four
-    # warps read them, g++ word by word.
+    # warps read them, g++ word by word. Of a large head dim three consumers share a tile. Behind
+    # each block, and at the end, one tells the two others by what they multiply their two rows;
+    # without a mask these do not ask for a tile's last row.
     told = (heads + 1) * m // 64
-    assert (counters.store.wavefronts, counters.load.wavefronts) == (told, 4 * 4 * told)
-    # 16 deep each: along the head for S, along the keys for O.
-    assert counters.wgmma == heads * m // 16 * (KEY_BLOCKS * d // 16 + n // 16)
+    factors = is_large * 4 * heads * (KEY_BLOCKS + 1)
+    words = 4 if not is_large else 3 * 4 - 2 * (mask == "full")
+    stored_and_loaded = told + factors, 4 * words * told + 2 * groups * factors
+    assert (counters.store.wavefronts, counters.load.wavefronts) == stored_and_loaded
+    # 16 deep each: along the head for S, along the keys for O, of up to 256 columns, or 192.
+    products_of_o = groups * math.ceil(dv / groups / (192 if is_large else 256))
+    assert counters.wgmma == heads * m // 16 * (KEY_BLOCKS * d // 16 + products_of_o * n // 16)
     assert counters.cta_barriers == 1
 
 

@@ -61,7 +61,7 @@ def test_head_dims_and_dtypes(kernels, head_dim, is_causal):
 @pytest.mark.parametrize("head_dim, head_dim_v", [*HEAD_DIM_PAIRS, *LARGE_HEAD_DIM_PAIRS])
 def test_head_dims_of_v(kernels, head_dim, head_dim_v, is_causal):
     """Of its own tensor, and of columns of k."""
-    if kernels.arch == 90 and (head_dim, head_dim_v) in LARGE_HEAD_DIM_PAIRS:
+    if kernels.arch == 90 and max(head_dim, head_dim_v) > 512:
         pytest.skip("sm80's")
     for len_q in (150, 3):  # of few queries, heads share tiles
         inputs = random_inputs(1, 4, len_q, head_dim, heads_kv=2, len_k=270, head_dim_v=head_dim_v)
@@ -114,6 +114,17 @@ def test_lengths(unsplit, head_dim, len_q, len_k, is_causal):
     unsplit.check(*map(poisoned, inputs), is_causal, multiprocessors=1)
 
 
+@BOTH_MASKS
+@pytest.mark.parametrize("head_dim", [257, 320, 384, 400, 512])
+def test_large_head_dims_of_sm90(sm90, head_dim, is_causal):
+    """Ragged lengths, rows without a key, packed query heads; each CTA has several tiles."""
+    for seed, (heads, len_q, len_k) in enumerate([(2, 129, 300), (1, 200, 70), (6, 5, 150)]):
+        inputs = random_inputs(2, heads, len_q, head_dim, heads_kv=1, len_k=len_k)
+        sm90.check(*map(poisoned, inputs), is_causal, seed=seed)
+    inputs = random_inputs(1, 1, 70, head_dim, len_k=330)
+    sm90.check(*map(poisoned, inputs), is_causal, 50.0)  # sharp: limits rise again and again
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_calls(unsplit, seed):
     is_sm80 = unsplit.arch == 80
@@ -132,11 +143,12 @@ def test_random_calls(unsplit, seed):
 
 @pytest.mark.parametrize(
     "head_dim, is_causal",
-    [(64, False), (64, True), (96, False), (96, True), (128, True), (256, False), (512, True)],
+    [
+        *[(64, False), (64, True), (96, False), (96, True), (128, True), (256, False)],
+        *[(320, False), (512, True)],
+    ],
 )
 def test_results_do_not_depend_on_who_is_first(kernels, head_dim, is_causal):
-    if kernels.arch == 90 and head_dim > 256:
-        pytest.skip("sm80's")
     inputs = random_inputs(1, 3, 200, head_dim, heads_kv=1, len_k=260)
     # With up to two multiprocessors sm90's tile is the same.
     first = kernels.check(*map(poisoned, inputs), is_causal, multiprocessors=2)
@@ -166,12 +178,14 @@ def test_scores_below_zero_that_rise(kernels, head_dim, is_causal):
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1.0, 500.0])
-@pytest.mark.parametrize("head_dim", [320, 1024])
-def test_softmax_of_large_head_dims(sm80, head_dim, scale):
+@pytest.mark.parametrize("head_dim", [320, 512, 1024])
+def test_softmax_of_large_head_dims(unsplit, head_dim, scale):
+    if not serves(unsplit, scale) or (unsplit.arch == 90 and head_dim > 512):
+        pytest.skip("sm80's")
     # Of many columns, scores of one sign add up to more than fp32 has digits for.
     for inputs in (random_inputs, rising_inputs)[: 2 if head_dim == 320 else 1]:
         q, k, v = inputs(1, 1, 40, head_dim, len_k=330, dtype=BF16)
-        sm80.check(*map(poisoned, (q, k, v)), True, scale)
+        unsplit.check(*map(poisoned, (q, k, v)), True, scale)
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e10, 1e300])

@@ -48,7 +48,9 @@ JsonObject as_json(const TileEntrySm90& entry, DType dtype) {
       .add("packed", entry.packed)
       .add("q_stages", config.q_stages)
       .add("ping_pong", config.ping_pong)
+      .add("column_groups", config.column_groups)
       .add("producer_registers", config.producer_registers())
+      .add("scores_registers", config.is_large() ? config.scores_registers() : 0)
       .add("consumer_registers", config.consumer_registers());
 }
 

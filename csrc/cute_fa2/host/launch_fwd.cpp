@@ -3,6 +3,7 @@
 #include "generated/variants.inc"
 #include "host/launch_blocks.h"
 #include "static_switch.h"
+#include "tiles/fwd_sm90.h"
 
 namespace flash_cute {
 
@@ -37,14 +38,19 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
       head_dim_switch<kBuiltLargeHeadDims>(plan.head_dim, launch);
     });
   } else if constexpr (kSm90IsBuilt) {
-    head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
-      half_dtype_switch(params.dtype, [&](auto dtype) {
-        mask_switch(params.mask, [&](auto mask) {
+    half_dtype_switch(params.dtype, [&](auto dtype) {
+      mask_switch(params.mask, [&](auto mask) {
+        head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
           // The kernels for splits serve any mask.
           if (is_split) {
             launch_fwd_sm90<dtype(), head_dim(), MaskKind::kBanded, true>(plan, params, device,
                                                                           stream);
           } else {
+            launch_fwd_sm90<dtype(), head_dim(), mask(), false>(plan, params, device, stream);
+          }
+        });
+        head_dim_switch<kBuiltLargeHeadDims>(plan.head_dim, [&](auto head_dim) {
+          if constexpr (has_fwd_sm90(head_dim(), mask())) {
             launch_fwd_sm90<dtype(), head_dim(), mask(), false>(plan, params, device, stream);
           }
         });

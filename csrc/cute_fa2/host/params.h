@@ -13,8 +13,10 @@ namespace flash_cute {
 // Rows and keys are counted in 32 bits. Sums of two lengths and the rows of a tile stay below 2^31.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - (1 << 12);
 constexpr int kMaxHeadDim = 1024;
-// Head dims above this one are large. sm80 alone has kernels for them, and no gradient of a bias.
+// Head dims above this one are large. They have kernels of sm80, and no gradient of a bias.
 constexpr int kLargeAbove = 256;
+// Up to this one the forward has kernels of sm90.
+constexpr int kLargeSm90 = 512;
 constexpr int kMaxHeadDimFp32 = 256;
 
 enum class Arch { kSm80 = 80, kSm90 = 90 };

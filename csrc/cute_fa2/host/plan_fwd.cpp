@@ -102,6 +102,23 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
 
 // -- sm90 -----------------------------------------------------------------------------------------
 
+// The same of the large head dims, which have kernels for whole keys of dense calls alone.
+std::string why_not_large_sm90(const FwdParams& p, int head_dim, const FwdOverrides& overrides,
+                               const DeviceProperties& device) {
+  const std::string above = "above head dim " + std::to_string(kLargeAbove) + " ";
+  if (p.is_packed()) {
+    return above + "packed sequences and changed scores have kernels of sm80 alone";
+  }
+  if (!has_fwd_sm90(head_dim, p.mask)) {
+    return "the head dim is above " + std::to_string(kLargeSm90);
+  }
+  const bool decides = overrides.arch != 90;
+  if (decides && plan_sm80(p, overrides, device).splits.count > 1) {
+    return above + "split-KV has kernels of sm80 alone";
+  }
+  return {};
+}
+
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
 std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& overrides,
                          const DeviceProperties& device) {
@@ -113,7 +130,8 @@ std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& o
   if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
   if (p.scale.q_sign != 1.f) return "softmax_scale is not above 0";
   if (head_dim > kLargeAbove) {
-    return "the head dim is above " + std::to_string(kLargeAbove);
+    const std::string why_not = why_not_large_sm90(p, head_dim, overrides, device);
+    if (!why_not.empty()) return why_not;
   }
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
@@ -201,12 +219,14 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
   }
   const ChoiceSm90 unsplit = choose_tile_sm90(params, plan.head_dim, device.multiprocessors);
   plan.tile = select_split_kv_sm90(plan.head_dim);
-  plan.gqa = GqaLayout::make(params, kFwdTilesSm90[plan.tile].config.block_m(),
-                             max_rows_per_query_sm90(params));
-  const SplitCost cost =
-      SplitCost::of_sm90(params, plan.gqa, kFwdTilesSm90[plan.tile], kFwdTilesSm90[unsplit.tile],
-                         unsplit.tail, device.multiprocessors);
-  plan.splits = choose_splits(params, cost, device.multiprocessors, overrides.splits);
+  if (plan.tile >= 0) {
+    plan.gqa = GqaLayout::make(params, kFwdTilesSm90[plan.tile].config.block_m(),
+                               max_rows_per_query_sm90(params));
+    const SplitCost cost =
+        SplitCost::of_sm90(params, plan.gqa, kFwdTilesSm90[plan.tile], kFwdTilesSm90[unsplit.tile],
+                           unsplit.tail, device.multiprocessors);
+    plan.splits = choose_splits(params, cost, device.multiprocessors, overrides.splits);
+  }
   if (plan.splits.count == 1) {
     plan.tile = unsplit.tile;
     plan.gqa = unsplit.gqa;

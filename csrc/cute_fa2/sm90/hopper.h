@@ -166,18 +166,18 @@ CUTE_DEVICE void register_alloc() {
 }
 
 // wgmma of 64 x kColumns x 16, accumulated in fp32. MmaSS: A and B in shared memory, each with k
-// contiguous (Major::K), or rows or columns (Major::MN). MmaRS: A in registers, B (k, columns) in
-// shared memory, columns contiguous.
+// contiguous (Major::K), or rows or columns (Major::MN). MmaRS: A in registers, B in
+// shared memory, by default (k, columns) with columns contiguous.
 template <int kColumns>
 using MmaShape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
 template <class Element, int kColumns, cute::SM90::GMMA::Major kMajorA = cute::SM90::GMMA::Major::K,
           cute::SM90::GMMA::Major kMajorB = cute::SM90::GMMA::Major::K>
 using MmaSS = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float, MmaShape<kColumns>,
                                                         kMajorA, kMajorB>());
-template <class Element, int kColumns>
+template <class Element, int kColumns,
+          cute::SM90::GMMA::Major kMajorB = cute::SM90::GMMA::Major::MN>
 using MmaRS = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, MmaShape<kColumns>,
-                                                        cute::SM90::GMMA::Major::K,
-                                                        cute::SM90::GMMA::Major::MN>());
+                                                        cute::SM90::GMMA::Major::K, kMajorB>());
 
 // wgmma is asynchronous. wgmma_fence orders it behind this thread's writes to its registers. The
 // products up to wgmma_commit form a group. wgmma_wait<N> returns when at most the N newest groups

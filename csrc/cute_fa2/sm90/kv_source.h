@@ -13,17 +13,17 @@ namespace flash_cute::sm90 {
 
 // Issues the TMA loads of kRows rows, from row `row` of (batch, head), to `target`: a box of
 // kBoxRows rows for each part of each strip of columns. An expanded dimension has one entry in the
-// map. `second` is the coordinate of the second dimension.
+// map. `second` is the coordinate of the second dimension, `first_column` where the columns begin.
 template <int kRows, int kColumns, int kStrip, int kBoxRows = kRows, class View, class Element>
 CUTE_DEVICE void tma_load_rows(const CUtensorMap& map, const View& view, Element* target,
                                hopper::Barrier& arrival, int row, int head, int batch,
-                               int second = 0) {
+                               int second = 0, int first_column = 0) {
   CUTE_UNROLL
   for (int column = 0; column < kColumns; column += kStrip) {
     CUTE_UNROLL
     for (int first = 0; first < kRows; first += kBoxRows) {
-      hopper::tma_load(map, target + column * kRows + first * kStrip, arrival, column, second,
-                       row + first, view.stride_head != 0 ? head : 0,
+      hopper::tma_load(map, target + column * kRows + first * kStrip, arrival,
+                       first_column + column, second, row + first, view.stride_head != 0 ? head : 0,
                        view.stride_batch != 0 ? batch : 0);
     }
   }

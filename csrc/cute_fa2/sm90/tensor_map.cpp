@@ -146,7 +146,9 @@ class Encoder {
 std::string encode_fwd_maps(const FwdParams& params, const FwdPlan& plan, TensorMaps& maps) {
   constexpr int kWarpRows = FwdConfigSm90::kConsumerRows / 4;
   const FwdConfigSm90& config = kFwdTilesSm90[plan.tile].config;
-  const int strip = config.strip(config.head_dim), strip_v = config.strip(config.head_dim_v);
+  const int groups = config.column_groups;
+  const int strip = config.strip(config.head_dim / groups);
+  const int strip_v = config.strip(config.head_dim_v / groups);
   const auto queries = [&](const auto& view, int columns, int strip, int box_rows) {
     const int box_group = std::min(plan.gqa.rows_per_query(), box_rows);
     return Tiling{view,  params.heads_q, plan.gqa.packed_heads, params.len_q, columns,

@@ -27,12 +27,18 @@ struct FwdEpilogue {
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, WorkTile tile,
                               int consumer, int row0, const Sequence& sequence, Out& tOrO,
                               const Softmax& softmax) {
-    using namespace cute;
-    const PackGqa& pack_gqa = arguments.pack_gqa;
     const int warp = hopper::warp_in_warpgroup();
-    const int lane = hopper::thread_in_warpgroup() % 32;
     row0 += warp * Traits::kWarpRows;
+    store_lse(arguments, tile, row0, sequence, softmax);
+    store_out(arguments, smem, tile, consumer, warp, row0, sequence, tOrO);
+  }
 
+  // Of a warp's rows, which begin with `row0`.
+  template <class Softmax>
+  static CUTE_DEVICE void store_lse(const Arguments& arguments, WorkTile tile, int row0,
+                                    const Sequence& sequence, const Softmax& softmax) {
+    const PackGqa& pack_gqa = arguments.pack_gqa;
+    const int lane = hopper::thread_in_warpgroup() % 32;
     const int mine = lane % 4;
     if (mine < Softmax::kRows) {  // each of two lanes has one of the rows
       const int row = row0 + lane / 4 + 8 * mine;
@@ -41,7 +47,16 @@ struct FwdEpilogue {
             softmax.lse(mine, pack_gqa.head(tile.head, row));
       }
     }
+  }
 
+  // Likewise; the columns of O from `first_column` on.
+  template <class Out>
+  static CUTE_DEVICE void store_out(const Arguments& arguments, SharedMemory& smem, WorkTile tile,
+                                    int consumer, int warp, int row0, const Sequence& sequence,
+                                    Out& tOrO, int first_column = 0) {
+    using namespace cute;
+    const PackGqa& pack_gqa = arguments.pack_gqa;
+    const int lane = hopper::thread_in_warpgroup() % 32;
     // The map does not know where a sequence ends that another one follows.
     const int rows = pack_gqa.rows(sequence.len_q);
     const bool is_last = Traits::kIsPacked && row0 + Traits::kWarpRows > rows;  // fault: last-store
@@ -77,9 +92,9 @@ struct FwdEpilogue {
       hopper::fence_async_proxy();  // fault: proxy-fence
       hopper::sync_warp();
       if (lane == 0) {
-        hopper::tma_store(arguments.maps.out, staged, strip * kStripV, pack_gqa.in_group(row0),
-                          pack_gqa.query(row0) + sequence.first_q, tile.head,
-                          arguments.params.out.stride_batch != 0 ? tile.batch : 0);
+        hopper::tma_store(arguments.maps.out, staged, first_column + strip * kStripV,
+                          pack_gqa.in_group(row0), pack_gqa.query(row0) + sequence.first_q,
+                          tile.head, arguments.params.out.stride_batch != 0 ? tile.batch : 0);
         hopper::tma_store_commit();
       }
     }

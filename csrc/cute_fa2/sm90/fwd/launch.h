@@ -6,6 +6,7 @@
 #include "common/grid.h"
 #include "host/launch_fwd.h"
 #include "sm90/fwd/kernel.h"
+#include "sm90/fwd/large/kernel.h"
 #include "static_switch.h"
 #include "tiles/fwd_sm90.h"
 
@@ -24,8 +25,13 @@ void launch_fwd_sm90(const FwdPlan& plan, const FwdParams& params, int device,
           plan.tensor_maps, params, pack_gqa,
           sm90::PersistentTileScheduler(plan.schedule, pack_gqa, params.batch),
           sm90::PackedTileScheduler(params.tiles, pack_gqa.heads, plan.schedule)};
-      run_grid<sm90::FwdKernel<sm90::FwdTraits<kDType, kEntry.config, kSplitKV, kIsPacked>, kMask>>(
-          arguments, plan.schedule.ctas, device, stream);
+      if constexpr (kEntry.config.is_large()) {
+        run_grid<sm90::LargeFwdKernel<sm90::LargeFwdTraits<kDType, kEntry.config>, kMask>>(
+            arguments, plan.schedule.ctas, device, stream);
+      } else {
+        using Traits = sm90::FwdTraits<kDType, kEntry.config, kSplitKV, kIsPacked>;
+        run_grid<sm90::FwdKernel<Traits, kMask>>(arguments, plan.schedule.ctas, device, stream);
+      }
     }
   });
 }

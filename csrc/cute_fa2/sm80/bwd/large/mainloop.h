@@ -131,7 +131,7 @@ class LargeBwdMainloop {
   CUTE_DEVICE void midway() {
     // The next chunk is there, for all threads. All warps are done with the chunk before, which may
     // be overwritten.
-    platform::wait_copies<kStages - 3>();  // fault: bwd-chunk-wait
+    platform::wait_copies<kStages - 3>();
     platform::sync_cta();
     load_chunk(slot_ == 0 ? kStages - 1 : slot_ - 1);
     platform::commit_copies();  // an empty group too, as groups are counted
