@@ -132,6 +132,8 @@ class ScoresMainloop {
             *reinterpret_cast<const cute::uint128_t*>(rows + (first_ ^ column)), words(i),
             words(i + 1), words(i + 2), words(i + 3));
       }
+      // TMA must not write before the lanes have read. An arrival alone does not wait for ldmatrix.
+      hopper::fence_async_proxy();
       hopper::sync_warp();
       release_k();
     }
