@@ -27,6 +27,8 @@ from support import (
     run,
 )
 
+from test_varlen import check_packed, padded_inputs
+
 import flash_cute
 from flash_cute import ops, tolerance
 
@@ -215,6 +217,24 @@ def test_split_kv_takes_two_kernels(kernels, few_tiles):
     assert sum("CombineKernel" in name for name in names) == 1
     assert any(gpu_archs()[kernels == "other"] in name for name in names)
     assert len(names) == 2 or not readable, names
+
+
+@GPU_KERNELS
+@pytest.mark.parametrize("head_dim", [64, 128, 320])
+def test_split_kv_of_sequences(kernels, head_dim):
+    lengths_q, lengths_k = [1, 3, 1, 0, 0], [9000, 300, 20_000, 40, 0]
+    inputs = padded_inputs(lengths_q, lengths_k, BF16, "cuda", (8, 2), head_dim)
+    sink = torch.randn(8, device="cuda")
+    for options in ({}, {"learnable_sink": sink}, {"softcap": 3.0}):
+        check_packed(*inputs, lengths_q, lengths_k, True, 3, **options)
+    q, k, v = inputs
+    used = torch.tensor(lengths_k, dtype=torch.int32, device="cuda")
+    result = flash_cute.forward(q, k, v, seqused_k=used, key_start=used // 3)
+    options = {"seqused_k": used, "key_start": used // 3}
+    comparison = tolerance.compare(*result, q, k, v, False, None, **options)
+    assert comparison.passed, str(comparison)
+    names = launched(lambda: flash_cute.forward(q, k, v, **options))
+    assert sum("CombineKernel" in name for name in names) == 1, names
 
 
 @GPU_KERNELS

@@ -82,9 +82,9 @@ void Workspace::add(Session& session, const char* name, const void* data, int64_
   session.global.add({name, use, data, {1, 1, 1}, {}, bytes});
 }
 
-void Workspace::add(Session& session, const BlockList& list) {
+void Workspace::add(Session& session, const BlockList& list, int splits) {
   add(session, "workspace.counts", list.count, list.bound > 0 ? 2 * sizeof(int) : 0);
-  add(session, "workspace.sorted", list.sorted, list.bound * sizeof(SequenceTile),
+  add(session, "workspace.sorted", list.sorted, list.bound * splits * sizeof(SequenceTile),
       GlobalMemory::Use::kPartly);
   add(session, "workspace.in_place", list.in_place, list.bound * sizeof(SequenceBlock));
 }

@@ -59,7 +59,7 @@ class Workspace {
   // A part of it, of which each byte must be written. None if `bytes` is 0.
   static void add(Session& session, const char* name, const void* data, int64_t bytes,
                   GlobalMemory::Use use = GlobalMemory::Use::kWorkspace);
-  static void add(Session& session, const BlockList& list);
+  static void add(Session& session, const BlockList& list, int splits = 1);
 
  private:
   struct alignas(16) Chunk {

@@ -103,7 +103,16 @@ __attribute__((visibility("default"))) int emulate_forward(const CForward* call,
     if (params.is_packed()) {
       FwdParams placed = params;
       place_workspace(plan, placed, workspace.data());
-      emulator::Workspace::add(session, placed.tiles);
+      emulator::Workspace::add(session, placed.tiles, plan.splits.count);
+      if (plan.splits.count > 1) {
+        using Use = emulator::GlobalMemory::Use;
+        const SplitKV& splits = placed.splits;
+        const int64_t rows = splits.count * params.rows();
+        workspace.add(session, "workspace.out", splits.out.data,
+                      rows * params.head_dim_v * sizeof(float), Use::kPartly);
+        workspace.add(session, "workspace.stats", splits.stats.data, rows * sizeof(RowStats),
+                      Use::kCleared);
+      }
     } else {
       workspace.add(session, "workspace", workspace.data(), plan.workspace_bytes);
     }

@@ -9,7 +9,8 @@ namespace {
 constexpr const char* kMisaligned = "which is not aligned to them";
 
 bool is_workspace(GlobalMemory::Use use) {
-  return use == GlobalMemory::Use::kWorkspace || use == GlobalMemory::Use::kPartly;
+  using Use = GlobalMemory::Use;
+  return use == Use::kWorkspace || use == Use::kPartly || use == Use::kCleared;
 }
 
 bool aligned(const void* address, int bytes) {
@@ -119,7 +120,9 @@ std::string GlobalMemory::write(const void* address, int bytes, int alignment) {
   if (row->use == Use::kInput) return "of the input " + name(*row);
   const auto offset = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address) - row->begin);
   for (int64_t i = offset / kCellBytes; i < (offset + bytes) / kCellBytes; ++i) {
-    if (written_[row->first_cell + i].exchange(kInThisLaunch, std::memory_order_relaxed)) {
+    const uint8_t before =
+        written_[row->first_cell + i].exchange(kInThisLaunch, std::memory_order_relaxed);
+    if (before != kNever && (row->use != Use::kCleared || before != kBefore)) {
       return "of " + name(*row) + ", which has been written already";
     }
   }

@@ -11,12 +11,13 @@ namespace flash_cute::emulator {
 
 class GlobalMemory {
  public:
-  enum class Use { kInput, kOutput, kWorkspace, kPartly, kSums };
+  enum class Use { kInput, kOutput, kWorkspace, kPartly, kCleared, kSums };
 
   // A tensor of up to 3 dimensions of rows; strides in bytes. Every byte of an output and of a
   // workspace must be written exactly once. An output is never read, a workspace by launches after
   // the one that has written it. Such a launch may instead add to it, in several CTAs. Then later
-  // ones may read it. Of kPartly some may stay unwritten. Sums need not be written. A launch may
+  // ones may read it. Of kPartly some may stay unwritten. Of kCleared a launch may write what one
+  // before has written, and nobody has read. Sums need not be written. A launch may
   // store them, add to them and read them, each byte in this order.
   struct Tensor {
     const char* name;

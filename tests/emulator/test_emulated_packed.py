@@ -15,6 +15,13 @@ def test_forward(unsplit, name, seed):
     Call(**CALLS[name]).check(unsplit, seed)
 
 
+@pytest.mark.parametrize("name", [*CALLS, "bias"])
+def test_split_kv(library, name):
+    call = Call(**CALLS[name]) if name in CALLS else Call(**BIASED["whole"], is_padded=True)
+    for splits in (2, 3):
+        call.check(Emulator(library, 80, splits=splits), seed=splits)
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward(unsplit, name, deterministic):

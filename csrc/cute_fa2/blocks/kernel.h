@@ -37,6 +37,7 @@ struct BlocksKernel {
     const int cta = platform::cta_index();
     const BlockRequests& requests = arguments.requests;
     if (cta < requests.list_count) return list(arguments.params, requests.lists[cta], smem);
+    if (requests.stats) return clear_stats(arguments, cta - requests.list_count);
     const int sequence = (cta - requests.list_count) / arguments.shares;
     const int share = (cta - requests.list_count) % arguments.shares;
     for (int i = 0; i < requests.result_count; ++i) {
@@ -62,7 +63,10 @@ struct BlocksKernel {
     for_each_block(params, request, begin, end, batch,
                    [&](int place, SequenceBlock block, const Sequence&, BlockRange seen) {
                      in_place[place] = block;
-                     if (block.batch >= 0) ++smem.counts[bucket_of(request, seen)][thread];
+                     if (block.batch < 0) return;
+                     for_each_split(request, seen, [&](int, BlockRange part) {
+                       ++smem.counts[bucket_of(request, part)][thread];
+                     });
                    });
     platform::sync_cta();  // all threads have counted
 
@@ -96,10 +100,38 @@ struct BlocksKernel {
           if (block.batch < 0) return;
           const int first_index = Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
                                                         block.batch, request.index_rows);
-          sorted[smem.counts[bucket_of(request, seen)][thread]++] = {
-              block.batch,      block.block,    first_index,      seen.begin,    seen.end,
-              sequence.first_q, sequence.len_q, sequence.first_k, sequence.len_k};
+          for_each_split(request, seen, [&](int split, BlockRange part) {
+            const bool is_whole = part.begin == seen.begin && part.end == seen.end;
+            const int key_end = cute::min(part.end * request.other_rows, sequence.len_k);
+            sorted[smem.counts[bucket_of(request, part)][thread]++] = {
+                block.batch,
+                block.block,
+                first_index,
+                part.begin,
+                part.end,
+                sequence.first_q,
+                sequence.len_q,
+                sequence.first_k,
+                sequence.len_k,
+                split,
+                is_whole ? 0 : part.begin * request.other_rows,
+                is_whole ? sequence.len_k : key_end};
+          });
         });
+  }
+
+  // visit(split, its blocks): at least once, whether or not there are blocks.
+  template <class Visit>
+  static CUTE_DEVICE void for_each_split(const BlockRequest& request, BlockRange seen,
+                                         const Visit& visit) {
+    const int blocks = seen.end - seen.begin;
+    if (request.splits <= 1 || blocks <= request.split_blocks) return visit(0, seen);
+    const int most = cute::min(request.splits, blocks / request.split_blocks);
+    const int each = (blocks + most - 1) / most;
+    for (int i = 0; i * each < blocks; ++i) {
+      const int begin = seen.begin + i * each;
+      visit(i, BlockRange{begin, cute::min(begin + each, seen.end)});
+    }
   }
 
   // The place at which the blocks of sequence `batch` begin.
@@ -166,7 +198,16 @@ struct BlocksKernel {
     return kBuckets - 1 - size;
   }
 
-  // -- rows that no sequence has -----------------------------------------------------------------
+  // -- results without a tile --------------------------------------------------------------------
+
+  static CUTE_DEVICE void clear_stats(const Arguments& arguments, int cta) {
+    const BlockRequests& requests = arguments.requests;
+    const int64_t ctas = (int64_t{arguments.params.batch} + 1) * arguments.shares;
+    for (int64_t i = int64_t{cta} * kThreads + platform::thread_index(); i < requests.stats_count;
+         i += ctas * kThreads) {
+      requests.stats[i] = {INFINITY, 0.f};
+    }
+  }
 
   // The rows ahead of what sequence `batch` uses and behind it, up to the next one; past the last
   // sequence what is left of the tensor.

@@ -12,9 +12,10 @@ void launch_blocks(const AttentionParams& params, const BlockRequests& requests,
   constexpr int64_t kClearingCtas = 256;
   const int64_t gaps = int64_t{params.batch} + 1;
   const int shares = static_cast<int>(std::max<int64_t>(1, kClearingCtas / gaps));
-  const int64_t clearing = requests.result_count > 0 ? gaps * shares : 0;
-  run_grid<BlocksKernel>({params, requests, shares}, requests.list_count + clearing, device,
-                         stream);
+  const int64_t clearing = requests.result_count > 0 || requests.stats ? gaps * shares : 0;
+  // Not in the call: of a temporary g++ 12 clears the padding in the wrong place.
+  const BlocksKernel::Arguments arguments = {params, requests, shares};
+  run_grid<BlocksKernel>(arguments, requests.list_count + clearing, device, stream);
 }
 
 }  // namespace flash_cute

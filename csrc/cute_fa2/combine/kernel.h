@@ -18,6 +18,7 @@ namespace flash_cute {
 template <DType kDType>
 struct CombineKernel {
   using Element = ElementOf<kDType>;
+  static constexpr float kNotWritten = -1.f;  // in place of a weight
 
   struct Traits {
     static constexpr int kThreads = 256;
@@ -56,14 +57,17 @@ struct CombineKernel {
     arguments.heads(batch, head, batch_head);
     // The address of the row in a (batch, heads_q, len_q, ...) tensor, of split `split`.
     const auto row_of = [&](const auto& view, int split = 0) {
-      return view.data + (int64_t{split} * params.batch + batch) * view.stride_batch +
+      return view.data + (int64_t{split} * params.entries() + batch) * view.stride_batch +
              head * view.stride_head + query * view.stride_row;
     };
+    // Of sequences of their own lengths some have fewer splits.
+    const auto is_written = [](const RowStats& row) { return row.limit != INFINITY; };
 
     // The weights of the splits, all relative to the greatest limit.
     float limit = -INFINITY;
     for (int split = thread; split < splits.count; split += Traits::kThreads) {
-      limit = fmaxf(limit, row_of(splits.stats, split)->limit);
+      const RowStats row = *row_of(splits.stats, split);
+      if (is_written(row)) limit = fmaxf(limit, row.limit);
     }
     CUTE_UNROLL
     for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -76,6 +80,7 @@ struct CombineKernel {
     for (int split = thread; split < splits.count; split += Traits::kThreads) {
       const RowStats row = *row_of(splits.stats, split);
       smem.weights[split] = row.sum * policy.rescale(row.limit, limit);  // fault: split-weight
+      if (!is_written(row)) smem.weights[split] = kNotWritten;
     }
     platform::sync_cta();  // the weights of all splits are there
 
@@ -88,11 +93,12 @@ struct CombineKernel {
     clear(out);
     if (first < stride) {
       for (int split = first; split < splits.count; split += stride) {
+        const float weight = smem.weights[split];
+        if (weight == kNotWritten) continue;
         auto of_split = make_tensor<float>(_4{});
         copy(Copy_Atom<Copy16Bytes, float>{},
              make_tensor(make_gmem_ptr(row_of(splits.out, split) + 4 * chunk), Shape<_4>{}),
              of_split);
-        const float weight = smem.weights[split];
         sum += weight;
         CUTE_UNROLL
         for (int i = 0; i < 4; ++i) out(i) += weight * of_split(i);
@@ -117,7 +123,8 @@ struct CombineKernel {
     }
     float inverse = total == 0.f ? 0.f : platform::reciprocal(total);
     float lse = policy.lse({limit, total});
-    if (params.sink) {  // once, not in each split
+    // Once, not in each split, and not of a row that no sequence has.
+    if (params.sink && is_written(*row_of(splits.stats))) {
       const Sink sink = {params.sink[head]};
       inverse *= sink.share_of_keys(lse);
       lse = sink.join(lse);  // fault: sink-split

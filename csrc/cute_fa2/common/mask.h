@@ -23,7 +23,8 @@ struct UnpackedRows {
   static CUTE_DEVICE int query(int row) { return row; }
 };
 
-template <MaskKind kKind, class Rows = GqaLayout>
+// `kSplitKV`: whether the sequence's keys may be those of a split.
+template <MaskKind kKind, class Rows = GqaLayout, bool kSplitKV = !has_sequences(kKind)>
 class Mask {
  public:
   CUTE_DEVICE Mask(const AttentionParams& params, const Sequence& sequence, const Rows& rows)
@@ -34,7 +35,7 @@ class Mask {
         rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {
-    const int key_begin = has_sequences(kKind) ? 0 : key_begin_;  // no splits
+    const int key_begin = kSplitKV ? key_begin_ : 0;
     return kKind == MaskKind::kFull ? key_begin
                                     : cute::max(key_begin, band_.begin_of(rows_.query(row)));
   }

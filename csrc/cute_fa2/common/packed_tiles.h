@@ -23,15 +23,6 @@ class PackedTiles {
   CUTE_DEVICE int count() const { return *list_.count * heads_; }
   // For CTAs that take tiles in turn: 0, 1, 2 ...
   CUTE_DEVICE int take() const { return platform::next_number(list_.taken); }
-  CUTE_DEVICE TileCoord tile(int index) const {
-    int head;
-    const SequenceTile& tile = entry(index, head);
-    return coord(tile, head);
-  }
-  CUTE_DEVICE Sequence sequence(int index) const {
-    int head;
-    return sequence(entry(index, head));
-  }
 
   // The entry of tile `index`, which is of head `head`.
   CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
@@ -43,11 +34,32 @@ class PackedTiles {
     head = head0 + in_group;
     return list_.sorted[number];
   }
+  // For kernels without split-KV:
+  CUTE_DEVICE TileCoord tile(int index) const {
+    int head;
+    const SequenceTile& tile = entry(index, head);
+    return coord(tile, head);
+  }
+  CUTE_DEVICE Sequence sequence(int index) const {
+    int head;
+    return sequence(entry(index, head));
+  }
   static CUTE_DEVICE TileCoord coord(const SequenceTile& entry, int head) {
     return {entry.block, head, entry.batch, 0};
   }
   static CUTE_DEVICE Sequence sequence(const SequenceTile& entry) {
     return {entry.len_q, entry.len_k, entry.first_q, entry.first_k, 0, entry.len_k};
+  }
+  // With it:
+  CUTE_DEVICE TileCoord split_tile(int index) const {
+    int head;
+    const SequenceTile& tile = entry(index, head);
+    return {tile.block, head, tile.batch, tile.split};
+  }
+  CUTE_DEVICE Sequence split_sequence(int index) const {
+    int head;
+    const SequenceTile& tile = entry(index, head);
+    return {tile.len_q, tile.len_k, tile.first_q, tile.first_k, tile.key_begin, tile.key_end};
   }
 
  private:

@@ -18,6 +18,10 @@ struct BlockRequest {
   int rows;
   int other_rows;
   int index_rows;  // of the blocks that SequenceTile::first_index counts
+  // The blocks that a tile works on are cut into at most so many splits of at least so many blocks;
+  // not at all if they are 0 or 1.
+  int splits;
+  int split_blocks;
 };
 
 // A result whose rows outside of all sequences become `word`, 4 bytes each. Strides count words.
@@ -38,6 +42,9 @@ struct BlockRequests {
   int result_count = 0;
   BlockRequest lists[kMaxLists];
   UnusedRows results[kMaxResults];
+  // Of split-KV, all of which get a limit of +inf first; in place of results.
+  RowStats* stats = nullptr;
+  int64_t stats_count = 0;
 
   void add(const BlockRequest& request) {
     if (request.list.bound > 0) lists[list_count++] = request;

@@ -18,9 +18,16 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
                   .sorts = true,
                   .rows = plan.schedule.block_m >> plan.gqa.log2_rows,
                   .other_rows = plan.block_n,
-                  .index_rows = plan.schedule.block_m});
-    requests.add_unused(params.out, params.dtype, params.heads_q, params.head_dim_v, false);
-    requests.add_unused_lse(params.lse, params.heads_q);
+                  .index_rows = plan.schedule.block_m,
+                  .splits = plan.splits.count,
+                  .split_blocks = static_cast<int>(ceil_div(plan.splits.keys, plan.block_n))});
+    if (is_split) {  // all rows are written by the combine kernel
+      requests.stats = params.splits.stats.data;
+      requests.stats_count = plan.splits.count * params.rows();
+    } else {
+      requests.add_unused(params.out, params.dtype, params.heads_q, params.head_dim_v, false);
+      requests.add_unused_lse(params.lse, params.heads_q);
+    }
     launch_blocks(params, requests, device, stream);
   }
   const auto launch_sm80 = [&](auto dtype, auto head_dim) {

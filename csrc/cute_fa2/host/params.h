@@ -61,13 +61,16 @@ struct alignas(8) RowStats {
 
 // Split-KV: the keys are cut into equal splits (the last may be shorter). Each split has tiles of
 // its own, and a second kernel combines their results (combine/kernel.h). By default there is one
-// split and no workspace.
+// split and no workspace. Of sequences of their own lengths the keys that a tile sees are cut, on
+// the device, into at most so many (blocks/kernel.h).
 struct SplitKV {
   static constexpr int kMaxCount = 1024;
   int count = 1;
-  int keys = kMaxLength;  // of a split; whole key blocks
+  int keys = kMaxLength;  // of a split, or of sequences of their own lengths at least; whole blocks
   // The fp32 output of each split, (count * batch, heads_q, len_q, head_dim_v), and the statistics
-  // of its rows, (count * batch, heads_q, len_q, 1). Split i of batch b is at i * batch + b.
+  // of its rows, (count * batch, heads_q, len_q, 1). Split i of batch b is at i * batch + b. Packed
+  // sequences have one entry of the batch (AttentionParams::entries). A limit of +inf: a split that
+  // no tile has written.
   TensorView<float*> out{};
   TensorView<RowStats*> stats{};
 };
@@ -102,12 +105,15 @@ struct alignas(16) SequenceTile {
   int len_q;
   int first_k;
   int len_k;
+  int split;      // which one, and
+  int key_begin;  // its keys: all, if there is one
+  int key_end;
 };
 
 // The blocks of all sequences, as the device finds them before the other kernels (blocks/kernel.h).
 struct BlockList {
-  int bound = 0;                    // at most so many
-  const int* count = nullptr;       // so many there are
+  int bound = 0;                    // at most so many, for each split
+  const int* count = nullptr;       // so many there are, of all splits
   int* taken = nullptr;             // how many tiles of them CTAs have taken in turn
   const SequenceTile* sorted{};     // those with the most work first
   const SequenceBlock* in_place{};  // (bound): by their place in memory (Sequence::first_block)
@@ -164,7 +170,9 @@ struct AttentionParams {
   // See Band.
   bool is_window() const { return !is_full() && band.is_window(len_q); }
   bool is_triangle() const { return !is_full() && band.is_triangle(len_q, len_k); }
-  int64_t rows() const { return int64_t{batch} * heads_q * len_q; }
+  // Of the batch, as q's rows lie in memory: packed sequences have one.
+  FLASH_CUTE_HOST_DEVICE int entries() const { return sequences.cu_seqlens_q ? 1 : batch; }
+  int64_t rows() const { return int64_t{entries()} * heads_q * len_q; }
 };
 
 struct FwdParams : AttentionParams {

@@ -36,9 +36,9 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t 
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
   const int64_t blocks = is_packed ? int64_t{params.len_q / queries} + params.batch
                                    : ceil_div(params.len_q, queries) * params.batch;
-  check_grid(blocks * plan.gqa.heads);
   plan.blocks = static_cast<int>(blocks);
-  const int tiles = plan.blocks * plan.gqa.heads;
+  check_grid(blocks * plan.gqa.heads * plan.splits.count);
+  const int tiles = plan.blocks * plan.gqa.heads * plan.splits.count;
   // Their K and V stay in two thirds of L2.
   const int64_t keys = int64_t{params.len_k} * (params.sequences.cu_seqlens_k ? 1 : params.batch);
   const int64_t columns = params.head_dim + params.head_dim_v;
@@ -47,15 +47,18 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t 
                          packed_head_group(params.heads_kv(), device.l2_bytes / 3 * 2 / head_bytes);
   plan.schedule = {.policy = ctas < tiles ? SchedulePolicy::kPersistentList : SchedulePolicy::kList,
                    .block_m = block_m,
-                   .order = {.m_blocks = plan.blocks,
+                   .order = {.m_blocks = plan.blocks * plan.splits.count,
                              .heads = plan.gqa.heads,
                              .head_group = head_group,
                              .first_head_group = head_group},
                    .tail = TailSplit::none(tiles, block_m),
                    .ctas = static_cast<int>(std::min<int64_t>(ctas, tiles))};
+  FwdParams split = params;
+  split.splits = plan.splits;
+  if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
   Allocator count(nullptr);
-  count.take_list(blocks);
-  plan.workspace_bytes = count.bytes();
+  count.take_list(blocks, plan.splits.count);
+  plan.workspace_bytes = count.bytes() + split_workspace_bytes(split);
 }
 
 // The call as it would be if all sequences were of the mean length. By that the host decides.
@@ -63,6 +66,7 @@ FwdParams of_mean_length(FwdParams params) {
   const auto mean = [&](int rows) { return static_cast<int>(ceil_div(rows, params.batch)); };
   if (params.sequences.cu_seqlens_q) params.len_q = mean(params.len_q);
   if (params.sequences.cu_seqlens_k) params.len_k = mean(params.len_k);
+  params.sequences = {};
   return params;
 }
 
@@ -88,15 +92,16 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
   const TileEntrySm80& entry = fwd_tiles_sm80(bytes_of(params.dtype))[plan.tile];
   const int block_m = entry.config.block_m;
   plan.block_n = entry.config.block_n;
-  plan.gqa = gqa_layout(of_mean_length(params), block_m, kMaxLength);
+  const FwdParams usual = params.is_packed() ? of_mean_length(params) : params;
+  plan.gqa = gqa_layout(usual, block_m, kMaxLength);
+  plan.splits =
+      choose_splits(usual, SplitCost::of_sm80(usual, plan.gqa, entry, device.multiprocessors),
+                    device.multiprocessors, overrides.splits);
   if (params.is_packed()) {
     finish_packed(plan, params, block_m, INT32_MAX, device);
-    return plan;
+  } else {
+    finish(plan, params, block_m, device, one_tile_per_cta);
   }
-  plan.splits =
-      choose_splits(params, SplitCost::of_sm80(params, plan.gqa, entry, device.multiprocessors),
-                    device.multiprocessors, overrides.splits);
-  finish(plan, params, block_m, device, one_tile_per_cta);
   return plan;
 }
 
@@ -117,6 +122,16 @@ std::string why_not_large_sm90(const FwdParams& p, int head_dim, const FwdOverri
     return above + "split-KV has kernels of sm80 alone";
   }
   return {};
+}
+
+// Whether sequences of their own lengths get split-KV, which has kernels of sm80 alone. Where the
+// tiles have many rows, those of sm90 are so much faster that a few splits do not pay.
+bool splits_packed(const FwdParams& p, const FwdOverrides& overrides,
+                   const DeviceProperties& device) {
+  const FwdPlan plan = plan_sm80(p, overrides, device);
+  const bool is_decoding =
+      plan.gqa.rows(of_mean_length(p).len_q) <= FwdConfigSm90::kConsumerRows;
+  return plan.splits.count >= (is_decoding ? 2 : 4);
 }
 
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
@@ -140,6 +155,10 @@ std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& o
   }
   if (why_not.empty()) {
     why_not = why_no_tensor_map("v", p.v, p.batch, p.heads_kv(), p.len_k, p.head_dim_v, bytes);
+  }
+  if (why_not.empty() && p.is_packed() && overrides.arch != 90 &&
+      splits_packed(p, overrides, device)) {
+    return "split-KV of packed sequences and of changed scores has kernels of sm80 alone";
   }
   return why_not;
 }
@@ -289,10 +308,10 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdOverrides& overrides,
 
 void place_workspace(const FwdPlan& plan, FwdParams& params, void* memory) {
   params.splits = plan.splits;
-  if (params.is_packed()) {
-    params.tiles = Allocator(memory).take_list(plan.blocks);
-  } else if (plan.splits.count > 1) {
-    place_splits(params.splits, params, memory);
+  Allocator allocator(memory);
+  if (params.is_packed()) params.tiles = allocator.take_list(plan.blocks, plan.splits.count);
+  if (plan.splits.count > 1) {
+    place_splits(params.splits, params, static_cast<char*>(memory) + allocator.bytes());
   }
 }
 

@@ -16,13 +16,13 @@ class Allocator {
     bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 15) / 16 * 16;
     return count == 0 || !memory_ ? nullptr : reinterpret_cast<T*>(memory_ + here);
   }
-  BlockList take_list(int64_t bound) {
+  BlockList take_list(int64_t bound, int splits = 1) {
     BlockList list;
     list.bound = static_cast<int>(bound);
     int* const counts = take<int>(bound > 0 ? 2 : 0);
     list.count = counts;
     list.taken = counts ? counts + 1 : nullptr;
-    list.sorted = take<SequenceTile>(bound);
+    list.sorted = take<SequenceTile>(bound * splits);
     list.in_place = take<SequenceBlock>(bound);
     return list;
   }

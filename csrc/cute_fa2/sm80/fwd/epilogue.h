@@ -88,7 +88,7 @@ struct FwdEpilogue {
     const FwdParams& params = arguments.params;
     const PackGqa& pack_gqa = arguments.pack_gqa;
     const int row0 = tile.m_block * Traits::kBlockM;
-    tile.batch += tile.split * params.batch;
+    tile.batch = tile.split * params.entries() + (params.sequences.cu_seqlens_q ? 0 : tile.batch);
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)
         TiledMma{}.get_slice(platform::thread_index()).partition_C(make_identity_tensor(ShapeO{})));
     visit_rows<Softmax>(pack_gqa, row0, sequence, tOcO, [&](int row, int mine) {

@@ -51,7 +51,7 @@ struct FwdKernel {
     }
     const TileCoord tile = tile_of(arguments, platform::cta_index());
     const Sequence sequence = sequence_of(arguments, tile, platform::cta_index());
-    const Mask<kMask> mask(params, sequence, pack_gqa);
+    const Mask<kMask, GqaLayout, true> mask(params, sequence, pack_gqa);
 
     KVSource kv_source(params, tile.batch, platform::warp_uniform(pack_gqa.kv_head(tile.head)),
                        sequence, platform::thread_index());
@@ -76,19 +76,19 @@ struct FwdKernel {
       if (params.sink) Epilogue::join_sink(arguments, done, tOrO, softmax);
       Epilogue::run(arguments, done, of_done, smem, tOrO, softmax);
     } else {
-      Epilogue::run_split(arguments, done, sequence, tOrO, softmax);
+      Epilogue::run_split(arguments, done, of_done, tOrO, softmax);
     }
   }
 
  private:
   static CUTE_DEVICE Sequence sequence_of(const Arguments& arguments, TileCoord tile, int cta) {
-    return has_sequences(kMask) ? arguments.packed_tiles.sequence(cta)
+    return has_sequences(kMask) ? arguments.packed_tiles.split_sequence(cta)
                                 : Sequence::of_split(arguments.params, tile.split);
   }
 
   static CUTE_DEVICE TileCoord tile_of(const Arguments& arguments, int cta) {
-    const TileCoord tile =
-        has_sequences(kMask) ? arguments.packed_tiles.tile(cta) : arguments.scheduler.tile(cta);
+    const TileCoord tile = has_sequences(kMask) ? arguments.packed_tiles.split_tile(cta)
+                                                : arguments.scheduler.tile(cta);
     return {platform::warp_uniform(tile.m_block), platform::warp_uniform(tile.head),
             platform::warp_uniform(tile.batch), platform::warp_uniform(tile.split)};
   }

@@ -57,8 +57,8 @@ class FwdMainloopBase {
   using Softmax = OnlineSoftmax<kRows>;
 
   CUTE_DEVICE FwdMainloopBase(const Arguments& arguments, TileCoord tile, KVSource& kv_source,
-                              const Mask<kMask>& mask, const Sequence& sequence, SharedMemory& smem,
-                              Softmax& softmax)
+                              const Mask<kMask, GqaLayout, true>& mask, const Sequence& sequence,
+                              SharedMemory& smem, Softmax& softmax)
       : arguments_(arguments),
         tile_(tile),
         kv_source_(kv_source),
@@ -201,7 +201,7 @@ class FwdMainloopBase {
   const Arguments& arguments_;
   TileCoord tile_;
   KVSource& kv_source_;
-  const Mask<kMask>& mask_;
+  const Mask<kMask, GqaLayout, true>& mask_;
   const Sequence& sequence_;
   SharedMemory& smem_;
   Softmax& softmax_;
