@@ -117,6 +117,11 @@ def generate(
                     f"({of_op}, int, cudaStream_t);"
                     for k in files[suffix]
                 ]
+                if (op, arch) == ("bwd", "sm80"):
+                    lines.append(
+                        f"template void launch_bias_gradient_sm80<{cpp_dtype}, {head_dim}>"
+                        f"({of_op}, int, cudaStream_t);"
+                    )
                 path = out_dir / f"{op}_{arch}_hdim{head_dim}_{dtype}{suffix}.cu"
                 sources.append(write_kernels(path, f"{arch}/{op}", lines))
     # Gradients of two groups of columns have the kernels of half the head dim.

@@ -61,6 +61,10 @@ template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm80(const BwdPlan&, const BwdParams&, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of the backward was left out of the build");
 }}
+template <DType kDType, int kHeadDim>
+void launch_bias_gradient_sm80(const BwdPlan&, const BwdParams&, int, cudaStream_t) {{
+  throw std::runtime_error("this kernel of the backward was left out of the build");
+}}
 template <DType kDType, int kColumns>
 void launch_bwd_sm80_large(const BwdPlan&, const BwdParams&, int, cudaStream_t) {{
   throw std::runtime_error("this kernel of the backward was left out of the build");

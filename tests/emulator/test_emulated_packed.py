@@ -30,12 +30,26 @@ def test_backward(unsplit, name, deterministic):
 
 @pytest.mark.parametrize("name", BIASED)
 def test_bias(unsplit, name):
-    if unsplit.arch == 90:
-        pytest.skip("the kernels of sm80 alone read a bias")
     for head_dim_v in (64, 20):
         call = Call(**BIASED[name], is_padded=True, head_dim_v=head_dim_v)
         call.check(unsplit)
-        call.check_backward(unsplit, seed=2)
+        for deterministic in (False, True):
+            call.check_backward(unsplit, seed=2, deterministic=deterministic)
+
+
+#: Head dims at which the forward and the backward have kernels of sm90 that read a bias.
+BIAS_SM90 = {"forward": (32, 64, 96, 128, 192), "backward": (32, 64, 128, 192)}
+
+
+@pytest.mark.parametrize("head_dim", [32, 96, 128, 192, 256])
+def test_bias_of_head_dims(unsplit, head_dim):
+    call = Call(**{**BIASED["whole"], "head_dim": head_dim}, is_padded=True)
+    for op, check in (("forward", call.check), ("backward", call.check_backward)):
+        if unsplit.arch == 80 or head_dim in BIAS_SM90[op]:
+            check(unsplit)
+        else:
+            with pytest.raises(EmulationError, match="read a bias at this head dim"):
+                check(unsplit)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
           launch_bwd_sm90<dtype(), head_dim(), mask()>(plan, params, device, stream);
         }
       });
+      if (params.dbias.data) {
+        launch_bias_gradient_sm80<dtype(), head_dim()>(plan, params, device, stream);
+      }
     });
   });
 }

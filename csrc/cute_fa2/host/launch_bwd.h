@@ -25,6 +25,10 @@ void launch_sink_gradient(const BwdParams& params, const BwdPlan& plan, int devi
 // Instantiated in the generated files; defined in smXX/bwd/launch.h and sm80/bwd/large/launch.h.
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm80(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream);
+// The gradient of a bias, behind the kernels of either arch.
+template <DType kDType, int kHeadDim>
+void launch_bias_gradient_sm80(const BwdPlan& plan, const BwdParams& params, int device,
+                               cudaStream_t stream);
 template <DType kDType, int kColumns>
 void launch_bwd_sm80_large(const BwdPlan& plan, const BwdParams& params, int device,
                            cudaStream_t stream);

@@ -195,6 +195,7 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   }
   plan.tile = select_bwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, limit);
+  plan.bias_tile = plan.tile;
   const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
   plan.block_m = config.block_m;
   plan.block_n = config.block_n;
@@ -213,9 +214,11 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";
-  if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
   if (std::max(p.head_dim, p.head_dim_v) > kLargeAbove) {
     return "the head dim is above " + std::to_string(kLargeAbove);
+  }
+  if (p.changes.bias.data && !kBwdTilesSm90[select_bwd_sm90(built_head_dim(p))].bias) {
+    return "kernels of sm80 alone read a bias at this head dim";
   }
   const int bytes = bytes_of(p.dtype);
   std::string why_not = why_no_tensor_map("q", p.q, p.batch, p.heads_q, p.len_q, p.head_dim, bytes);
@@ -251,6 +254,7 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
     return plan;
   }
   plan.block_m = entry.keys.kBlockM;
+  plan.bias_tile = select_bwd_sm80_of_rows(plan.head_dim, plan.block_m);  // as of the statistics
   plan.block_n = entry.keys.block_n();
   count_blocks(plan, params);
   // Sums in memory are in any order.

@@ -142,7 +142,9 @@ std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& o
   if (device.compute_capability_major != 9) return "the GPU's compute capability is not 9.x";
   if (overrides.smem_limit != 0) return "smem_limit chooses among the tiles of sm80";
   if (p.len_k == 0) return "k has no keys";
-  if (p.changes.bias.data) return "the kernels of sm80 alone read a bias";
+  if (p.changes.bias.data && !reads_bias_sm90(head_dim)) {
+    return "kernels of sm80 alone read a bias at this head dim";
+  }
   if (p.scale.q_sign != 1.f) return "softmax_scale is not above 0";
   if (head_dim > kLargeAbove) {
     const std::string why_not = why_not_large_sm90(p, head_dim, overrides, device);
@@ -184,7 +186,7 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
   for (size_t i = 0; i < std::size(kFwdTilesSm90); ++i) {
     const TileEntrySm90& entry = kFwdTilesSm90[i];
     if (entry.config.head_dim != head_dim || entry.config.head_dim_v < params.head_dim_v) continue;
-    if (!entry.serves(params.mask)) continue;
+    if (!entry.serves(params.mask) || (params.changes.bias.data && !entry.bias)) continue;
     const int block_m = entry.config.block_m(), block_n = entry.config.block_n;
     const GqaLayout gqa = gqa_layout(params, block_m, max_rows_per_query_sm90(params));
     const TailSplit tail =

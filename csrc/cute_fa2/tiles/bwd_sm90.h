@@ -73,6 +73,7 @@ struct DqConfigSm90 {
 struct BwdEntrySm90 {
   BwdConfigSm90 keys;
   DqConfigSm90 rows;
+  bool bias = false;  // its kernels read a bias; others would spill
 
   constexpr int head_dim() const { return keys.head_dim; }
 };
@@ -81,9 +82,12 @@ struct BwdEntrySm90 {
 inline constexpr BwdEntrySm90 kBwdTilesSm90[] = {
     // keys: head_dim, head_dim_v, consumers, stages
     // rows: head_dim, head_dim_v, consumers, block_n, k_stages, v_stages
-    {{32, 32, 3, 2}, {32, 32, 3, 64, 4, 4}},     {{64, 64, 3, 2}, {64, 64, 3, 64, 4, 4}},
-    {{96, 96, 2, 2}, {96, 96, 3, 64, 3, 3}},     {{128, 128, 2, 2}, {128, 128, 2, 64, 4, 4}},
-    {{192, 192, 2, 2}, {192, 192, 2, 64, 2, 2}}, {{256, 256, 2, 2}, {256, 256, 2, 64, 2, 1}},
+    {{32, 32, 3, 2}, {32, 32, 3, 64, 4, 4}, true},
+    {{64, 64, 3, 2}, {64, 64, 3, 64, 4, 4}, true},
+    {{96, 96, 2, 2}, {96, 96, 3, 64, 3, 3}},
+    {{128, 128, 2, 2}, {128, 128, 2, 64, 4, 4}, true},
+    {{192, 192, 2, 2}, {192, 192, 2, 64, 2, 2}, true},
+    {{256, 256, 2, 2}, {256, 256, 2, 64, 2, 1}},
 };
 
 // The index of the entry that serves `head_dim` (a bucket), or -1.

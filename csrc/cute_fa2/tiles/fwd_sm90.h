@@ -87,6 +87,7 @@ struct TileEntrySm90 {
 
   // Serves MaskKind::kPacked. And kScored, if V's head dim is Q's: else it would spill.
   bool packed = false;
+  bool bias = false;  // serves kScored, and reads a bias there; others would spill
 
   constexpr bool serves(MaskKind mask) const {
     switch (mask) {
@@ -97,7 +98,7 @@ struct TileEntrySm90 {
       case MaskKind::kPacked:
         return packed;
       case MaskKind::kScored:
-        return packed && config.head_dim == config.head_dim_v;
+        return (packed || bias) && config.head_dim == config.head_dim_v;
     }
     __builtin_unreachable();
   }
@@ -107,18 +108,18 @@ struct TileEntrySm90 {
 // takes an SM the least time (host/plan_fwd.cpp).
 inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     // head_dim, head_dim_v, consumers, block_n, stages, q_stages, ping_pong;
-    // full, banded, row_cost, split_kv, packed
-    {{32, 32, 4, 64, 4, 2, false}, true, true, 100, false, true},  // 1.43, N 512 and 4096
+    // full, banded, row_cost, split_kv, packed, bias
+    {{32, 32, 4, 64, 4, 2, false}, true, true, 100, false, true, true},  // 1.43, N 512 and 4096
     {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true},       // not timed
     {{64, 64, 4, 64, 6, 2, false}, true, true, 100, false, true},  // 1.25, N 512 and 4096
-    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true},  // 1.20 of the one above, few tiles
+    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true, false, true},  // 1.20 of it, few tiles
     {{96, 96, 3, 96, 3, 2, true}, true, false},             // 1.40, N 4096
     {{96, 96, 4, 48, 4, 2, true}, true, false, 110},        // 1.22, N 512
-    {{96, 96, 3, 64, 4, 2, false}, false, true, 100, false, true},   // 1.36, N 512 and 4096
+    {{96, 96, 3, 64, 4, 2, false}, false, true, 100, false, true, true},  // 1.36, N 512 and 4096
     {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},         // not timed
     {{128, 128, 3, 64, 2, 2, false}, true, true, 100, false, true},  // 1.21, N 4096
-    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true, true},   // 1.06, N 512
-    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true},    // 1.18, N 512 and 4096
+    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true, true, true},  // 1.06, N 512
+    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true, true},  // 1.18, N 512 and 4096
     {{192, 128, 2, 128, 2, 1, true}, true, true, 80, false, true},   // 1.24, N 4096, H100
     {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},    // 1.17, N 512 and 4096
     // ..., ping_pong, column_groups; of dense calls alone. None timed.
@@ -141,6 +142,10 @@ constexpr bool has_fwd_sm90(int head_dim, MaskKind mask) {
     if (entry.config.head_dim == head_dim && entry.serves(mask)) return true;
   }
   return false;
+}
+// Whether one of them reads a bias.
+constexpr bool reads_bias_sm90(int head_dim) {
+  return select_fwd_sm90(head_dim, &TileEntrySm90::bias) >= 0;
 }
 constexpr int select_split_kv_sm90(int head_dim) {
   return select_fwd_sm90(head_dim, &TileEntrySm90::split_kv);

@@ -36,13 +36,6 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
                                   heads_kv,
                                   PackedTiles(params.key_tiles, heads_kv, plan.order.head_group)};
   run_grid<BwdKernel<Traits, kMask>>(arguments, plan.ctas, device, stream);
-  if constexpr (kMask == MaskKind::kScored) {
-    if (params.dbias.data) {
-      using Kernel = BiasGradientKernel<Traits>;
-      const typename Kernel::Arguments of_bias(params);
-      run_grid<Kernel>(of_bias, of_bias.ctas(), device, stream);
-    }
-  }
   const float scale = params.scale.scale;
   if (params.workspace.dq) {
     launch_convert<Traits, typename Traits::TiledMmaDq, typename Traits::ShapeQ>(
@@ -61,6 +54,19 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
 }
 
 }  // namespace sm80
+
+template <DType kDType, int kHeadDim>
+void launch_bias_gradient_sm80(const BwdPlan& plan, const BwdParams& params, int device,
+                               cudaStream_t stream) {
+  index_switch<std::size(kBwdTilesSm80)>(plan.bias_tile, [&](auto index) {
+    constexpr BwdConfigSm80 kConfig = kBwdTilesSm80[index()].config;
+    if constexpr (kConfig.head_dim == kHeadDim) {
+      using Kernel = sm80::BiasGradientKernel<sm80::BwdTraits<kDType, kConfig>>;
+      const typename Kernel::Arguments arguments(params);
+      run_grid<Kernel>(arguments, arguments.ctas(), device, stream);
+    }
+  });
+}
 
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm80(const BwdPlan& plan, const BwdParams& params, int device,

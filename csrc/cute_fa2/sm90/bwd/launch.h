@@ -63,18 +63,20 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
       plan.order.tiles(),
       plan.ctas,
       PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group)};
+  constexpr bool kReadsBias = kMask == MaskKind::kScored && kEntry.bias;
   if constexpr (kEntry.keys.is_one_pass()) {
-    using Traits = BwdTraits<kDType, kEntry.keys>;
+    using Traits = BwdTraits<kDType, kEntry.keys, kReadsBias>;
     launch_keys<Traits, BwdKernel<Traits, kMask>>(plan, arguments, device, stream);
   } else {
-    using Traits = DkvTraits<kDType, kEntry.keys>;
+    using Traits = DkvTraits<kDType, kEntry.keys, kReadsBias>;
     launch_keys<Traits, DkvKernel<Traits, kMask>>(plan, arguments, device, stream);
   }
   if (plan.dq_by == DqBy::kOwnKernel) {
     arguments.decoder = TileDecoder(plan.dq_order, params.heads_q, params.batch);
     arguments.packed_tiles = PackedTiles(params.dq_tiles, params.heads_q, plan.dq_order.head_group);
-    run_grid<DqKernel<DqTraits<kDType, kEntry.rows>, kMask>>(arguments, plan.dq_order.tiles(),
-                                                             device, stream, /*overlaps=*/true);
+    using Traits = DqTraits<kDType, kEntry.rows, kReadsBias>;
+    run_grid<DqKernel<Traits, kMask>>(arguments, plan.dq_order.tiles(), device, stream,
+                                      /*overlaps=*/true);
   }
 }
 

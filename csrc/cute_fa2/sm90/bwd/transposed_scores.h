@@ -34,7 +34,7 @@ class TransposedScores {
   CUTE_DEVICE void change(int batch, int head, int row0, S& tSrS, Derivatives& derivatives) const {
     auto scores = rows_first(tSrS);
     const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
-    const ScoreMod<typename Traits::Element, false> score_mod(params_, sequence_, batch);
+    const ScoreMod<typename Traits::Element, Traits::kReadsBias> score_mod(params_, sequence_, batch);
     score_mod.apply(scores, rows_first(derivatives), row_and_key(thread), row_and_key(0), row0,
                     key0_, [&](int row) { return PackGqa::HeadAndQuery{head, row}; });
   }
@@ -50,6 +50,9 @@ class TransposedScores {
       CUTE_UNROLL
       for (int r = 0; r < size<0>(weights); ++r) {
         weights(r, c) = fmaf(weights(r, c), scale_log2, -of_row.lse_log2);
+        if constexpr (Traits::kReadsBias && kMask == MaskKind::kScored) {
+          weights(r, c) = not_above_0(weights(r, c));
+        }
       }
     });
     // Made anew: it would hold registers through the loop.

@@ -29,7 +29,8 @@ void launch_fwd_sm90(const FwdPlan& plan, const FwdParams& params, int device,
         run_grid<sm90::LargeFwdKernel<sm90::LargeFwdTraits<kDType, kEntry.config>, kMask>>(
             arguments, plan.schedule.ctas, device, stream);
       } else {
-        using Traits = sm90::FwdTraits<kDType, kEntry.config, kSplitKV, kIsPacked>;
+        constexpr bool kReadsBias = kMask == MaskKind::kScored && kEntry.bias;
+        using Traits = sm90::FwdTraits<kDType, kEntry.config, kSplitKV, kIsPacked, kReadsBias>;
         run_grid<sm90::FwdKernel<Traits, kMask>>(arguments, plan.schedule.ctas, device, stream);
       }
     }

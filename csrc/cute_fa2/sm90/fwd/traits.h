@@ -13,8 +13,9 @@
 namespace flash_cute::sm90 {
 
 // kSplitKV_: the keys are split, and each split writes a result of its own. kIsPacked_: for
-// MaskKind::kPacked.
-template <DType kDType, FwdConfigSm90 kConfig_, bool kSplitKV_, bool kIsPacked_ = false>
+// MaskKind::kPacked. kReadsBias_: for kScored, see TileEntrySm90.
+template <DType kDType, FwdConfigSm90 kConfig_, bool kSplitKV_, bool kIsPacked_ = false,
+          bool kReadsBias_ = false>
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
@@ -23,6 +24,7 @@ struct FwdTraits {
   static constexpr FwdConfigSm90 kConfig = kConfig_;
   static constexpr bool kSplitKV = kSplitKV_;
   static constexpr bool kIsPacked = kIsPacked_;
+  static constexpr bool kReadsBias = kReadsBias_;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kConsumers = kConfig.consumers;

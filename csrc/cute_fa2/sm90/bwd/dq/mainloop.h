@@ -184,7 +184,7 @@ class DqMainloop {
         tSrS);  // MaskKind::kScored: of the changed scores by S
     if constexpr (kMask == MaskKind::kScored) {
       const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
-      const ScoreMod<Element, false> score_mod(params_, sequence_, tile_.batch);
+      const ScoreMod<Element, Traits::kReadsBias> score_mod(params_, sequence_, tile_.batch);
       score_mod.apply(weights, as_matrix(derivatives), row_and_key(thread), row_and_key(0), row0_,
                       key0, [&](int row) { return PackGqa::HeadAndQuery{tile_.head, row}; });
     }
@@ -194,6 +194,9 @@ class DqMainloop {
       CUTE_UNROLL
       for (int c = 0; c < size<1>(weights); ++c) {
         weights(r, c) = fmaf(weights(r, c), scale_log2, -stats_[r].lse_log2);
+        if constexpr (Traits::kReadsBias && kMask == MaskKind::kScored) {
+          weights(r, c) = not_above_0(weights(r, c));
+        }
       }
     }
     if (mask_.cuts(row0_, kRows, key0, kBlockN)) {

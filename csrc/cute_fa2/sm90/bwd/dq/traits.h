@@ -12,10 +12,11 @@
 
 namespace flash_cute::sm90 {
 
-template <DType kDType, DqConfigSm90 kConfig_>
+template <DType kDType, DqConfigSm90 kConfig_, bool kReadsBias_ = false>
 struct DqTraits {
   using Element = ElementOf<kDType>;
 
+  static constexpr bool kReadsBias = kReadsBias_;
   static constexpr DqConfigSm90 kConfig = kConfig_;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
