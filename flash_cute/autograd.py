@@ -7,6 +7,7 @@ sees the ops alone, and torch.func differentiates them at its own level. (What
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -73,7 +74,10 @@ class _Attention(_Function):
         if wanted.get("bias"):
             keywords["bias_grad"] = True
         q, k, v, out, lse, *optional = ctx.saved_tensors
-        results = ops.bwd(dout, q, k, v, out, lse, dlse, *optional, **keywords)
+        # A gradient that nobody differentiates again has no use for the Autograd key.
+        is_last = not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
+        bwd = functools.partial(_Function.below, ops.bwd) if is_last else ops.bwd
+        results = bwd(dout, q, k, v, out, lse, dlse, *optional, **keywords)
         names = ("q", "k", "v", "learnable_sink", "bias")
         gradients = dict(zip(names, results, strict=True))
         return tuple(gradients.get(name) if want else None for name, want in wanted.items())
