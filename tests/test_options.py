@@ -9,7 +9,14 @@ import random
 
 import pytest
 import torch
-from support import BACKENDS, DEVICES, nan_in_new_memory, poisoned, random_inputs
+from support import (
+    BACKENDS,
+    DEVICES,
+    nan_in_new_memory,
+    poisoned,
+    random_inputs,
+    serves_large_head_dims,
+)
 
 import flash_cute
 from flash_cute import options, tolerance
@@ -64,10 +71,7 @@ def check_options(q, k, v, is_causal=False, **given):
     """Asserts that results and gradients are as exact as they must be; returns all of them."""
     torch.manual_seed(0)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    names = set(DIFFERENTIABLE) & set(given)
-    if q.is_cuda and q.dtype == torch.float32:
-        names -= {"bias"}  # refused (test_autograd.py)
-    extra = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if n in names}
+    extra = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if n in given}
     with nan_in_new_memory():
         out, lse = flash_cute.forward(*inputs, is_causal, **given | extra)
     assert out.shape == (*q.shape[:3], v.shape[3]) and lse.is_contiguous()
@@ -140,6 +144,26 @@ def test_bias_and_its_gradient(device, dtype, sizes):
     bias = torch.randn(sizes).to(q)
     check_options(q, k, v, True, bias=bias)
     check_options(q, k, v, softcap=2.0, bias=bias.float().expand(2, 4, 33, 40))
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (200, 130), (320, 320), (1000, 512)])
+@pytest.mark.parametrize("names", ["bhqk", "hqk", "bk", "q", ""])
+@SOME
+def test_bias_gradients_of_several_tiles(device, dtype, names, head_dim, head_dim_v):
+    """Of bytes that no key of a sequence has, none reaches a sum."""
+    if head_dim > 256 and not serves_large_head_dims(device, dtype):
+        pytest.skip("fp32 on GPUs has head dims up to 256")
+    sizes = {"b": 3, "h": 4, "q": 70, "k": 150}
+    qkv = random_inputs(
+        *(3, 4, 70, head_dim), heads_kv=2, len_k=150, head_dim_v=head_dim_v, dtype=dtype,
+        device=device,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    shape = [n if name in names else 1 for name, n in sizes.items()]
+    bias = torch.randn(shape, generator=generator).to(device, dtype)
+    ends = {"seqused_k": [150, 1, 131], "key_start": [70, 0, 129]}
+    given = {n: torch.tensor(x, device=device, dtype=torch.int32) for n, x in ends.items()}
+    check_options(*map(poisoned, qkv), True, bias=bias, softcap=3.0, **given)
 
 
 @ON_DEVICES

@@ -61,7 +61,7 @@ def test_fp32(library, name):
     options = CALLS.get(name) or {**BIASED[name.removeprefix("bias of ")], "is_padded": True}
     call = Call(**{**options, "dtype": FP32, "bias_dtype": FP32})
     call.check(Emulator(library, 80))
-    call.check_backward(Emulator(library, 80), bias_grad=False)
+    call.check_backward(Emulator(library, 80))
 
 
 @pytest.mark.parametrize("softcap", [1.0, 50.0])
