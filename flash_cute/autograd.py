@@ -108,10 +108,6 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 def _fwd_autograd(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None, **keywords: Any) -> Any:
     tensors = q, k, v, *others
     if _is_differentiated(*tensors):
-        _, _, bias, *_ = (*others, None, None, None)
-        wants_dbias = bias is not None and bias.requires_grad and torch.is_grad_enabled()
-        if wants_dbias and (error := checks.refusal_of_bias_gradient(q, v)) is not None:
-            raise error
         return _Attention.apply(keywords, *tensors)
     with below_autograd():
         return ops.fwd(*tensors, **keywords)

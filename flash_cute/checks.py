@@ -19,8 +19,6 @@ from flash_cute import ops
 
 MAX_LENGTH = ops.build_info()["max_length"]
 MAX_HEAD_DIM = ops.build_info()["max_head_dim"]
-#: Where a GPU has the gradient of a bias.
-MAX_HEAD_DIM_DBIAS = ops.build_info()["max_head_dim_dbias"]
 #: Of float32 on GPUs.
 MAX_HEAD_DIM_FP32 = ops.build_info()["max_head_dim_fp32"]
 GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -150,20 +148,6 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)
     return torch.empty_like(q.as_strided(out_shape(q, v), (*q.stride()[:-1], 0)))
-
-
-def refusal_of_bias_gradient(q: Tensor, v: Tensor) -> Exception | None:
-    """As `refusal`, where the gradient of a bias is asked for."""
-    if q.device.type != "cuda":
-        return None
-    why = f"q is float32: on {q.device} there is none" if q.dtype == torch.float32 else ""
-    for name, x in (("q", q), ("v", v)):
-        if not why and x.shape[-1] > MAX_HEAD_DIM_DBIAS:
-            why = f"{name} has head dim {x.shape[-1]}: on GPUs there is none above head dim "
-            why += str(MAX_HEAD_DIM_DBIAS)
-    if not why:
-        return None
-    return NotImplementedError(f"bias requires a gradient and {why}; detach it, or use {SDPA}")
 
 
 def refusal_of_derivatives(tensors: dict[str, Tensor | None]) -> Exception | None:

@@ -107,9 +107,8 @@ def forward(
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this dtype or scale.
-        NotImplementedError: an input carries a forward-mode tangent. Or on a GPU bias requires a
-            gradient, and q is in fp32 or D or Dv above 256. Taking a second derivative raises it,
-            too.
+        NotImplementedError: an input carries a forward-mode tangent. Taking a second derivative
+            raises it, too.
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are
@@ -384,7 +383,7 @@ def _refusal(
         or options.refusal_of_softcap(softcap)
         or options.refusal_of_tensors(q, k, tensors)
         or (None if out is None else options.refusal_of_out(q, v, out))
-        or options.refusal_of_gradients(q, v, given, out)
+        or options.refusal_of_gradients(given, out)
         or checks.refusal_of_derivatives(given)
     )
     if error is not None or _is_dynamo_compiling() or not options.looks_at_values():

@@ -107,7 +107,6 @@ class BuildInfo(TypedDict):
     cuda_runtime: int  #: as CUDA counts: 13000 is 13.0
     max_length: int  #: sequence lengths are at most this
     max_head_dim: int  #: head dims are at most this
-    max_head_dim_dbias: int  #: those of calls with a gradient of a bias, on GPUs
     max_head_dim_fp32: int  #: those of fp32 on GPUs
     archs: list[str]
     head_dims: list[int]

@@ -144,9 +144,7 @@ def _is_integer(x: Any) -> bool:
     return isinstance(x, (int, torch.SymInt, numbers.Integral)) and not isinstance(x, bool)
 
 
-def refusal_of_gradients(
-    q: Tensor, v: Tensor, tensors: dict[str, Tensor | None], out: Any
-) -> Exception | None:
+def refusal_of_gradients(tensors: dict[str, Tensor | None], out: Any) -> Exception | None:
     """As `checks.refusal`, of tensors that ask for a gradient where there is none."""
     if not torch.is_grad_enabled():
         return None
@@ -155,8 +153,6 @@ def refusal_of_gradients(
             continue
         if name == "alibi_slopes":
             return ValueError(f"{name} requires a gradient, and there is none; detach it")
-        if name == "bias" and (error := checks.refusal_of_bias_gradient(q, v)) is not None:
-            return error
         if out is not None:
             return ValueError(
                 f"out is given and {name} requires a gradient: call it under torch.no_grad(), or "

@@ -42,7 +42,6 @@ def _bwd_fake(
 ) -> tuple[Tensor, ...]:
     error = options.refusal_of_op(q, k, v, optional, **_scalars(keywords))
     error = error or checks.refusal_of_results(q, v, out, softmax_lse, dout, dlse)
-    error = error or (checks.refusal_of_bias_gradient(q, v) if bias_grad else None)
     if error is not None:
         raise error
     sink, _, bias, *_ = (*optional, None, None, None)

@@ -171,7 +171,11 @@ def test_no_division(kernels: list[Kernel]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["Combine", "Preprocess", "Convert", "Blocks", "SinkGradient", "BiasGradient"]
+    "kind",
+    [
+        *("Combine", "Preprocess", "Convert", "Blocks", "SinkGradient", "BiasGradient"),
+        "LargeBiasGradient",
+    ],
 )
 def test_small_kernels_do_not_spill(kind: str) -> None:
     """On any chip."""
@@ -184,6 +188,12 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
     if kind == "BiasGradient":
         tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
         assert len(found) == DTYPES * len(tiles) * len(codes)
+    elif kind == "LargeBiasGradient":
+        of_op = [
+            {tile_of(entry) for code in codes for entry in entries_of(code, op)}
+            for op in ("large", "large_fp32")
+        ]
+        assert len(found) == (DTYPES * len(of_op[0]) + len(of_op[1])) * len(codes)
     elif kind == "Convert":  # one or two for a tile of sm80's backward, which they name
         config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+")
         counts = Counter(tile for name, _ in found for tile in config.findall(name)[:1])

@@ -9,7 +9,14 @@ import random
 
 import pytest
 import torch
-from support import BACKENDS, DEVICES, nan_in_new_memory, poisoned, random_inputs
+from support import (
+    BACKENDS,
+    DEVICES,
+    nan_in_new_memory,
+    poisoned,
+    random_inputs,
+    serves_large_head_dims,
+)
 
 import flash_cute
 from flash_cute import options, tolerance
@@ -64,10 +71,7 @@ def check_options(q, k, v, is_causal=False, **given):
     """Asserts that results and gradients are as exact as they must be; returns all of them."""
     torch.manual_seed(0)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    names = set(DIFFERENTIABLE) & set(given)
-    if q.is_cuda and q.dtype == torch.float32:
-        names -= {"bias"}  # refused (test_autograd.py)
-    extra = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if n in names}
+    extra = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if n in given}
     with nan_in_new_memory():
         out, lse = flash_cute.forward(*inputs, is_causal, **given | extra)
     assert out.shape == (*q.shape[:3], v.shape[3]) and lse.is_contiguous()
@@ -131,15 +135,24 @@ def test_what_a_window_sees(device):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 40), (2, 4, 33, 40), (1, 4, 33, 40), (2, 1, 33, 1), (1, 1, 33, 1)]
-)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(16, 16), (200, 130), (320, 320), (1000, 512)])
+@pytest.mark.parametrize("names", ["bhqk", "hk", "bq", ""])
 @SOME
-def test_bias_and_its_gradient(device, dtype, sizes):
-    q, k, v = random_inputs(2, 4, 33, 16, heads_kv=2, len_k=40, dtype=dtype, device=device)
-    bias = torch.randn(sizes).to(q)
-    check_options(q, k, v, True, bias=bias)
-    check_options(q, k, v, softcap=2.0, bias=bias.float().expand(2, 4, 33, 40))
+def test_bias_and_its_gradient(device, dtype, names, head_dim, head_dim_v):
+    """A sum over what the bias is expanded over, to which keys of no sequence add nothing."""
+    if head_dim > 256 and not serves_large_head_dims(device, dtype):
+        pytest.skip("fp32 on GPUs has head dims up to 256")
+    qkv = random_inputs(
+        *(2, 4, 70, head_dim), heads_kv=2, len_k=150, head_dim_v=head_dim_v, dtype=dtype,
+        device=device,
+    )  # fmt: skip
+    sizes = {"b": 2, "h": 4, "q": 70, "k": 150}
+    bias = torch.randn([n if name in names else 1 for name, n in sizes.items()]).to(qkv[0])
+    check_options(*qkv, True, bias=bias)
+    ends = {"seqused_k": [150, 1], "key_start": [70, 0]}
+    given = {n: torch.tensor(x, device=device, dtype=torch.int32) for n, x in ends.items()}
+    bias = bias.float().expand(2, 4, 70, 150) if names == "hk" else bias
+    check_options(*map(poisoned, qkv), softcap=2.0, bias=bias, **given)
 
 
 @ON_DEVICES

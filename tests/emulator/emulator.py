@@ -250,13 +250,12 @@ class Emulator:
         sequences: Sequences | None = None,
         sink: Tensor | None = None,
         changes: Changes | None = None,
-        bias_grad: bool = True,
         seed: int = 0,
         **options: int,
     ) -> tuple[tuple[Tensor, ...], Counters]:
         """(dq, dk, dv, then dsink and dbias if there are sink and bias), and what was counted.
-        Without `bias_grad` no dbias. `seed` decides in which order CTAs start too, so that sums
-        come in another order; 0 leaves them in theirs."""
+        `seed` decides in which order CTAs start too, so that sums come in another order; 0 leaves
+        them in theirs."""
         rows = [_readable_rows(x) for x in (q, k, v, out, dout)]
         gradients = [_like(x, its_rows) for x, its_rows in zip((q, k, v), rows, strict=False)]
         band = window_left, window_right, diagonal_offset
@@ -267,7 +266,7 @@ class Emulator:
         c_dlse = _Tensor() if dlse is None else _as_c(dlse[..., None])
         dsink = None if sink is None else torch.full_like(sink, math.nan)
         bias = (changes or {}).get("bias")
-        dbias = None if bias is None or not bias_grad else torch.full_like(bias, math.nan)
+        dbias = None if bias is None else torch.full_like(bias, math.nan)
         c_dbias = _Tensor() if dbias is None else _as_c(dbias)
         c_gradients = (*map(_as_c, gradients), _numbers(dsink), c_dbias)
         call = _Backward(*shared, _as_c(rows[4]), c_dlse, *c_gradients, deterministic)

@@ -82,13 +82,13 @@ def test_fp32(library, name):
     options = CALLS.get(name) or {**BIASED[name.removeprefix("bias of ")], "is_padded": True}
     call = Call(**{**options, "dtype": FP32, "bias_dtype": FP32})
     call.check(Emulator(library, 80))
-    call.check_backward(Emulator(library, 80), bias_grad=False)
+    call.check_backward(Emulator(library, 80))
 
 
 @pytest.mark.parametrize("softcap", [1.0, 50.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_softcap_of_fp32(library, head_dim, softcap):
-    changes = {"softcap": softcap, "slopes": "h"}
+    changes = {"softcap": softcap, "slopes": "h", "bias": "k", "is_padded": True}
     call = Call([(100, 130)], head_dim=head_dim, window=(-1, 0), dtype=FP32, **changes)
     call.check(Emulator(library, 80))
     call.check_backward(Emulator(library, 80))
@@ -103,10 +103,16 @@ def test_large_head_dims(library, head_dim, smem_limit):
         call = Call(lengths, head_dim=head_dim, window=(90, 0), gap=1, has_sink=True, **changes)
         call.check(emulator)
         call.check_backward(emulator)
-    if head_dim == 320:  # of a bias in 16 bits the others read two keys at once
-        call = Call(lengths, head_dim=head_dim, bias="hqk", bias_dtype=BF16, is_padded=True)
-        call.check(emulator)
-        call.check_backward(emulator, bias_grad=False)
+
+
+@pytest.mark.parametrize("bias", ["hqk", "bk", ""])
+@pytest.mark.parametrize("head_dim", [320, 512])
+def test_bias_of_large_head_dims(library, head_dim, bias):
+    # The kernels of dK and dV read its keys in 16 bits one by one, the others two at once.
+    options = {"head_dim": head_dim, "window": (90, 0), "starts": bias != "hqk", "is_padded": True}
+    call = Call([(70, 200), (0, 9), (33, 20)], bias=bias, bias_dtype=BF16, **options)
+    call.check(Emulator(library, 80, splits=1))
+    call.check_backward(Emulator(library, 80))
 
 
 def test_many_sequences(unsplit):

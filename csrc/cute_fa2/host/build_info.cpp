@@ -73,7 +73,6 @@ std::string build_info() {
       .add("cuda_runtime", CUDART_VERSION)
       .add("max_length", kMaxLength)
       .add("max_head_dim", kMaxHeadDim)
-      .add("max_head_dim_dbias", kLargeAbove)
       .add("max_head_dim_fp32", kMaxHeadDimFp32)
       .add_json("archs", in_brackets(archs))
       .add_json("head_dims", in_brackets(head_dims))

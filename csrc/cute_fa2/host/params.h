@@ -13,7 +13,7 @@ namespace flash_cute {
 // Rows and keys are counted in 32 bits. Sums of two lengths and the rows of a tile stay below 2^31.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - (1 << 12);
 constexpr int kMaxHeadDim = 1024;
-// Head dims above this one are large. They have kernels of sm80, and no gradient of a bias.
+// Head dims above this one are large. Their gradients have kernels of sm80 alone.
 constexpr int kLargeAbove = 256;
 // Up to this one the forward has kernels of sm90.
 constexpr int kLargeSm90 = 512;

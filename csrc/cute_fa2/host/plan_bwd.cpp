@@ -161,11 +161,6 @@ bool is_large(const BwdParams& params, int head_dim) {
 
 void plan_large(BwdPlan& plan, const BwdParams& params, int smem_limit,
                 const DeviceProperties& device) {
-  if (params.dbias.data) {
-    const std::string of_head_dim = "the head dim is above " + std::to_string(kLargeAbove);
-    refuse("bias requires a gradient and " +
-           (params.dtype == DType::kFloat ? "q is float32" : of_head_dim) + ": there it has none");
-  }
   plan.tile = select_bwd_sm80_large(plan.head_dim, smem_limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, smem_limit);
   const LargeBwdConfigSm80& config = large_bwd_tiles_sm80(bytes_of(params.dtype))[plan.tile].config;

@@ -4,6 +4,7 @@
 
 #include "common/grid.h"
 #include "host/launch_bwd.h"
+#include "sm80/bwd/large/bias_gradient.h"
 #include "sm80/bwd/large/kernel.h"
 #include "static_switch.h"
 #include "tiles/bwd_sm80_large.h"
@@ -34,6 +35,11 @@ void launch_bwd_large(const BwdPlan& plan, BwdParams params, int device, cudaStr
       params.head_dim);
   run(Constant<Gradient::kDq>{}, plan.dq_order, plan.dq_order.tiles(), params.dq_tiles,
       params.heads_q, params.head_dim);
+  if (params.dbias.data) {
+    using Kernel = LargeBiasGradientKernel<Traits>;
+    const typename Kernel::Arguments of_bias(params);
+    run_grid<Kernel>(of_bias, of_bias.ctas(), device, stream);
+  }
 }
 
 }  // namespace sm80

@@ -5,6 +5,7 @@
 //   dQ  +=  dS   K     dS   = P   * (dP   - delta)     S   = Q K^T     dP   = dO V^T
 //   dK  +=  dS^T Q     dS^T = P^T * (dP^T - delta)     S^T = K Q^T     dP^T = V dO^T
 //   dV  +=  P^T  dO
+//   dB  +=  dS         of a bias, whose tiles have other walks (bias_gradient.h)
 //
 // All operands come in chunks through a ring: of each block first the pairs of chunks of columns
 // whose products add up to S, then those of dP, then the rows that are summed up with the weights
@@ -46,9 +47,10 @@ class LargeBwdMainloop {
   static constexpr int kTileRows = Traits::kTileRows;
   static constexpr int kBlockRows = Traits::kBlockRows;
   static constexpr int kStages = Traits::kStages;
-  static constexpr int kSummedChunks = kBlockRows / Traits::kChunkRows;
+  static constexpr bool kIsOfBias = kOf == Gradient::kBias;
+  static constexpr int kSummedChunks = kIsOfBias ? 0 : kBlockRows / Traits::kChunkRows;
   static constexpr int kStatsRows = kBlockRows;  // of a block of the statistics (plan.block_m)
-  static constexpr bool kTileHasQueries = kOf == Gradient::kDq;  // else keys
+  static constexpr bool kTileHasQueries = kOf == Gradient::kDq || kIsOfBias;  // else keys
   static constexpr int kQueries = kTileHasQueries ? kTileRows : kBlockRows;
   static constexpr int kKeys = kTileHasQueries ? kBlockRows : kTileRows;
   static constexpr bool kHasDs = kOf != Gradient::kDv;
@@ -69,6 +71,31 @@ class LargeBwdMainloop {
       step(block, gradient);
       block = next_of(block);
     }
+  }
+
+  // Of a bias: adds dS of the tile's rows and block `index` of the keys to `sums` (4, MMA_M,
+  // kBlockRows / 32). A softcap has no part in it. For one block: each has its own main loop.
+  template <class Sums>
+  CUTE_DEVICE void add(int index, Sums& sums) {
+    using namespace cute;
+    const Block block = {first_head(), index};
+    load_first(block);
+    auto tSrP = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, kBlockRows / 32)
+    gemm_chunks(score_chunks(), tSrP);
+    change_scores(block, tSrP, NoDerivatives{});
+    to_weights(block, tSrP);
+    auto tSrDp = partition_fragment_C(TiledMmaS{}, ShapeS{});  // as tSrP
+    gemm_chunks(dp_chunks(), tSrDp);
+    const auto weights = rows_and_keys(tSrP), dp = rows_and_keys(tSrDp);
+    auto sum = rows_and_keys(sums);
+    for_each_row(weights, [&](int r, const RowGradStats& stats) {
+      CUTE_UNROLL
+      for (int c = 0; c < size<1>(weights); ++c) {
+        // Selected: dP of a key ahead of the sequence may be NaN.
+        if (weights(r, c) != 0.f)
+          sum(r, c) = fmaf(weights(r, c), dp(r, c) - stats.delta, sum(r, c));
+      }
+    });
   }
 
  private:
@@ -94,12 +121,17 @@ class LargeBwdMainloop {
       return row_blocks_that_see(mask(), row0, key_end, sequence().len_q, kBlockRows);
     }
   }
+  // From which key on blocks are counted, and how many keys there are from it on. A bias has the
+  // keys of the tensors, whatever the sequence's start.
+  CUTE_DEVICE int first_key() const { return kIsOfBias ? 0 : sequence().first_k; }
+  CUTE_DEVICE int keys() const { return sequence().len_k + (kIsOfBias ? sequence().first_k : 0); }
   CUTE_DEVICE int first_head() const { return smem_.tile.first_head; }
   CUTE_DEVICE int last_head() const {
     return first_head() + (kTileHasQueries ? 0 : params_.group_size - 1);
   }
   // The block behind; its head is -1 if there is none.
   CUTE_DEVICE Block next_of(Block block) const {
+    if constexpr (kIsOfBias) return {-1, 0};
     const BlockRange visible = this->visible();
     if (block.index + 1 < visible.end) return {block.head, block.index + 1};
     return {block.head < last_head() ? block.head + 1 : -1, visible.begin};
@@ -145,7 +177,7 @@ class LargeBwdMainloop {
     if (next_block_.head < 0) return;
     Element* const to = smem_.chunks[slot];
     const int of_dp = next_chunk_ - score_chunks(), of_summed = of_dp - dp_chunks();
-    if (of_summed < 0) {
+    if (kSummedChunks == 0 || of_summed < 0) {
       const bool is_dp = kHasDs && of_dp >= 0;
       const int column = (is_dp ? of_dp : next_chunk_) * Traits::kChunkColumns;
       const int columns = (is_dp ? params_.head_dim_v : params_.head_dim) - column;
@@ -186,8 +218,8 @@ class LargeBwdMainloop {
   CUTE_DEVICE void load(const TensorView<const void*>& view, int head, int index, int column,
                         int columns, Element* to) const {
     constexpr int kRows = decltype(cute::size<0>(Shape{}))::value;
-    const int first = kIsOfQueries ? sequence().first_q : sequence().first_k;
-    const int length = kIsOfQueries ? sequence().len_q : sequence().len_k;
+    const int first = kIsOfQueries ? sequence().first_q : first_key();
+    const int length = kIsOfQueries ? sequence().len_q : keys();
     static_assert(GmemChunkCopyOf<Element, Traits::kThreads, Shape>::kFits);
     const TileLoader<typename Traits::template GmemCopy<Shape>, Shape> loader(
         platform::rematerialize(thread_), columns);
@@ -227,7 +259,7 @@ class LargeBwdMainloop {
     gemm_chunks(score_chunks(), tSrS);
     if constexpr (kHasDs) {
       auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
-      change_scores(block, tSrS, derivatives);
+      change_scores(block, tSrS, rows_and_keys(derivatives));
       to_weights(block, tSrS);
       multiply(derivatives, tSrS);
       auto tSrP = convert<Element>(tSrS);  // as tSrS: registers are short
@@ -305,11 +337,14 @@ class LargeBwdMainloop {
   CUTE_DEVICE int row0(Block block) const {
     return kTileHasQueries ? at().m_block * kTileRows : block.index * kBlockRows;
   }
+  // The sequence's first key is 0, here as in the mask.
   CUTE_DEVICE int key0(Block block) const {
+    if constexpr (kIsOfBias) return block.index * kBlockRows - sequence().first_k;
     return kTileHasQueries ? block.index * kBlockRows : at().m_block * kTileRows;
   }
 
-  // `derivatives`: of the changed scores by S, but for the scale. Untouched where nothing changes.
+  // `derivatives` (query rows, keys): of the changed scores by S, but for the scale. Untouched
+  // where nothing changes.
   template <class S, class Derivatives>
   CUTE_DEVICE void change_scores(Block block, S& tSrS, Derivatives&& derivatives) const {
     if (params_.mask != MaskKind::kScored) return;
@@ -318,12 +353,7 @@ class LargeBwdMainloop {
     const int head = kTileHasQueries ? at().head : block.head;
     const auto row_of = [&](int row) { return PackGqa::HeadAndQuery{head, row}; };
     const auto mine = coords(platform::rematerialize(thread_));
-    if constexpr (kHasDs) {
-      score_mod.apply(scores, rows_and_keys(derivatives), mine, coords(0u), row0(block),
-                      key0(block), row_of);
-    } else {
-      score_mod.apply(scores, derivatives, mine, coords(0u), row0(block), key0(block), row_of);
-    }
+    score_mod.apply(scores, derivatives, mine, coords(0u), row0(block), key0(block), row_of);
   }
   template <class Derivatives, class P>
   CUTE_DEVICE void multiply(const Derivatives& derivatives, P& tSrP) const {
@@ -347,7 +377,8 @@ class LargeBwdMainloop {
     });
     const Mask mask = this->mask();
     const int row0 = this->row0(block), key0 = this->key0(block);
-    if (mask.cuts(row0, kQueries, key0, kKeys)) {
+    // Of a bias the first key may be below 0, which `cuts` does not take.
+    if (kIsOfBias || mask.cuts(row0, kQueries, key0, kKeys)) {
       mask.apply(weights, coords(platform::rematerialize(thread_)), coords(0u), row0, kQueries,
                  key0, kKeys);
     }

@@ -16,7 +16,7 @@
 namespace flash_cute::sm80 {
 
 // Which gradient a kernel computes.
-enum class Gradient { kDq, kDk, kDv };
+enum class Gradient { kDq, kDk, kDv, kBias };
 
 template <DType kDType, LargeBwdConfigSm80 kConfig>
 struct LargeBwdTraits {
