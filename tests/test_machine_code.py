@@ -121,8 +121,9 @@ def test_every_entry_has_its_kernels(
             served = 3  # a kernel for each gradient, of any mask
         masks[tile] = masks.get(tile, 0) + served if entry["mask"] != "any" else served
     for entry in entries:
-        kinds = 2 if entry["head_dim"] == entry["head_dim_v"] else 1  # packed and scored
-        masks[tile_of(entry)] += entry.get("split_kv", 0) + kinds * entry.get("packed", 0)
+        is_packed, reads_bias = entry.get("packed", False), entry.get("bias", False)
+        is_scored = entry["head_dim"] == entry["head_dim_v"] and (is_packed or reads_bias)
+        masks[tile_of(entry)] += entry.get("split_kv", False) + is_packed + is_scored
     dtypes = 1 if entries[0]["op"].endswith("fp32") else DTYPES
     expected = {tile: dtypes * count for tile, count in masks.items()}
     assert Counter(kernel.tile for kernel in kernels) == expected

@@ -37,8 +37,9 @@ struct NoDerivatives {
 CUTE_DEVICE float not_above_0(float exponent) { return exponent > 0.f ? 0.f : exponent; }
 
 // Of one tile. Only kernels with kReadsBias have a bias, which is in fp32 or of Element. kHasRoom:
-// there are registers for the series of tanh.
-template <class Element, bool kReadsBias, bool kHasRoom = true>
+// there are registers for the series of tanh. kClampsKeys: behind the last key it reads that one's
+// bias, which the mask hides. A test of each key would be a branch, and loads would wait for it.
+template <class Element, bool kReadsBias, bool kHasRoom = true, bool kClampsKeys = false>
 class ScoreMod {
  public:
   CUTE_DEVICE ScoreMod(const AttentionParams& params, const Sequence& sequence, int batch)
@@ -149,6 +150,7 @@ class ScoreMod {
   CUTE_DEVICE void add_bias(Scores& scores, const Offsets& offsets, int first_row, int first_key,
                             const RowOf& row_of) const {
     const BiasView& bias = params_.changes.bias;
+    if (kClampsKeys && sequence_.len_k <= 0) return;
     if (bias.is_float) {
       add_bias_of<float, false>(scores, offsets, first_row, first_key, row_of);
     } else if (at<1>(offsets(0, 1)) == at<1>(offsets(0, 0)) + 1 && bias.in_pairs &&
@@ -167,13 +169,19 @@ class ScoreMod {
     const BiasView& bias = params_.changes.bias;
     const int keys = sequence_.len_k - first_key;  // there are so many from the first one on
     for_each_row(scores, offsets, first_row, row_of, [&](int r, auto row) {
+      // Transposed scores have many rows. Loads of four of them wait together: more would spill.
+      if (kClampsKeys && r % 4 == 0) asm volatile("" ::: "memory");
       const T* const of_row = platform::rematerialize(
           static_cast<const T*>(bias.data) + place_of_bias(row) + (bias.has_keys ? first_key : 0));
       if constexpr (kInPairs) {
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(scores); c += 2) {
-          const int key = at<1>(offsets(r, c));
-          if (key >= keys) continue;
+          int key = at<1>(offsets(r, c));
+          if constexpr (kClampsKeys) {
+            key = cute::min(key, (keys - 1) & ~1);
+          } else {
+            if (key >= keys) continue;
+          }
           const Pair pair = *reinterpret_cast<const Pair*>(of_row + key);
           scores(r, c) += static_cast<float>(pair[0]);
           scores(r, c + 1) += static_cast<float>(pair[1]);
@@ -182,7 +190,11 @@ class ScoreMod {
         CUTE_UNROLL
         for (int c = 0; c < cute::size<1>(scores); ++c) {
           const int key = at<1>(offsets(r, c));
-          if (key < keys) scores(r, c) += static_cast<float>(of_row[key]);
+          if constexpr (kClampsKeys) {
+            scores(r, c) += static_cast<float>(of_row[cute::min(key, keys - 1)]);
+          } else {
+            if (key < keys) scores(r, c) += static_cast<float>(of_row[key]);
+          }
         }
       } else {
         const float all = static_cast<float>(*of_row);

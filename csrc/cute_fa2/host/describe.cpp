@@ -46,6 +46,7 @@ JsonObject as_json(const TileEntrySm90& entry, DType dtype) {
       .add("max_registers", config.launch_registers())
       .add("split_kv", entry.split_kv)
       .add("packed", entry.packed)
+      .add("bias", entry.bias)
       .add("q_stages", config.q_stages)
       .add("ping_pong", config.ping_pong)
       .add("column_groups", config.column_groups)

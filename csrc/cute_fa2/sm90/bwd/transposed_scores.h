@@ -34,7 +34,8 @@ class TransposedScores {
   CUTE_DEVICE void change(int batch, int head, int row0, S& tSrS, Derivatives& derivatives) const {
     auto scores = rows_first(tSrS);
     const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
-    const ScoreMod<typename Traits::Element, Traits::kReadsBias> score_mod(params_, sequence_, batch);
+    using Element = typename Traits::Element;
+    const ScoreMod<Element, Traits::kReadsBias, true, true> score_mod(params_, sequence_, batch);
     score_mod.apply(scores, rows_first(derivatives), row_and_key(thread), row_and_key(0), row0,
                     key0_, [&](int row) { return PackGqa::HeadAndQuery{head, row}; });
   }

@@ -157,7 +157,7 @@ class FwdMainloop {
         // From shared memory: it would hold registers.
         const typename Traits::Tile& tile = smem_.tile[q_.stage][index_];
         constexpr bool kHasRoom = Traits::kConsumers < 4 && kBlockN < 128;
-        const ScoreMod<Element, Traits::kReadsBias, kHasRoom> score_mod(
+        const ScoreMod<Element, Traits::kReadsBias, kHasRoom, true> score_mod(
             arguments_.params, tile.sequence, tile.batch);
         score_mod.apply(scores, NoDerivatives{},
                         coords(platform::rematerialize(hopper::thread_in_warpgroup())), coords(0),
