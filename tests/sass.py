@@ -153,7 +153,7 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
         if mangled and mangled[1].lower() + fp32 == op:
             numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
-            is_split_kv = mangled[3] is not None
+            is_split_kv = op == "fwd" and mangled[3] is not None  # else: it reads a bias
             mask = "any" if op.startswith("large") else MASKS[int(mangled[4])]
             found.append(Kernel(name, arch, config, is_split_kv, mask, text, op))
     return found
