@@ -80,12 +80,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   Tensor dq = new_like(q, dtype, device);
   Tensor dk = new_like(k, dtype, device);
   Tensor dv = new_like(v, dtype, device);
-  const int64_t of_sink = learnable_sink ? heads_q : 0;
-  Tensor dsink = learnable_sink ? empty_strided(1, &of_sink, &stride, fp32, device)
-                                : torch::stable::new_empty(q, {0});
+  const int64_t of_sink = learnable_sink ? heads_q : 0, none = 0;
+  Tensor dsink = empty_strided(1, &of_sink, &stride, learnable_sink ? fp32 : dtype, device);
   STD_TORCH_CHECK(bias || !bias_grad, "bias_grad is asked for without a bias");
-  Tensor dbias =
-      bias_grad ? new_like(*bias, dtype_of(*bias), device) : torch::stable::new_empty(q, {0});
+  Tensor dbias = bias_grad ? new_like(*bias, dtype_of(*bias), device)
+                           : empty_strided(1, &none, &stride, dtype, device);
   const auto results = [&] {
     if (learnable_sink && dtype_of(*learnable_sink) != fp32) {
       Tensor rounded = empty_strided(1, &of_sink, &stride, dtype_of(*learnable_sink), device);
