@@ -97,7 +97,28 @@ def main() -> None:
         assert all(map(torch.equal, first, second))
     for sizes, lengths in itertools.product([*head_dims, *HEAD_DIM_PAIRS], PACKED):
         check_packed(*sizes, lengths, ("arch=80", "arch=90") if has_sm90 else ("arch=80",))
+    biased = [*((d, torch.bfloat16) for d in (*build["head_dims"], 320, 512))]
+    for head_dim, dtype in [*biased, (64, torch.float32), (100, torch.float32)]:
+        check_biased(head_dim, dtype, has_sm90 and knows_out)
     print("all calls done")
+
+
+def check_biased(head_dim: int, dtype: torch.dtype, has_sm90: bool) -> None:
+    """A bias, of all scores and of keys, with its gradient."""
+    q, dout = torch.randn(2, 2, 4, 150, head_dim).to("cuda", dtype)
+    k, v = torch.randn(2, 2, 2, 193, head_dim).to("cuda", dtype)
+    for shape in ((1, 4, 150, 193), (2, 1, 1, 193)):
+        others = None, None, torch.randn(shape).to("cuda", dtype)
+        call = functools.partial(ops.fwd, q, k, v, *others, window_right=60)
+        results = call(tuning="arch=80,splits=1")
+        assert_close(call(tuning="arch=80,splits=2"), results)
+        bwd = functools.partial(ops.bwd, dout, q, k, v, *results, None, *others)
+        bwd = functools.partial(bwd, window_right=60, bias_grad=True)
+        gradients = bwd(tuning="arch=80", deterministic=True)
+        if has_sm90:  # where it reads a bias
+            assert_close(call(), results)
+            for deterministic in (False, True):
+                assert_close(bwd(deterministic=deterministic), gradients)
 
 
 def check_packed(
@@ -117,6 +138,8 @@ def check_packed(
     for tuning in tunings:
         call = functools.partial(ops.fwd, q, k, v, *sequences, window_right=0, window_left=90)
         results.append(call(tuning=tuning))
+        if tuning == "arch=80":
+            assert_close(call(tuning="arch=80,splits=3"), results[0])
         bwd = functools.partial(
             ops.bwd, dout, q, k, v, *results[0], dlse, *sequences, window_right=0, window_left=90
         )
