@@ -169,8 +169,8 @@ class ScoreMod {
     const BiasView& bias = params_.changes.bias;
     const int keys = sequence_.len_k - first_key;  // there are so many from the first one on
     for_each_row(scores, offsets, first_row, row_of, [&](int r, auto row) {
-      // Transposed scores have many rows. Loads of four of them wait together: more would spill.
-      if (kClampsKeys && r % 4 == 0) asm volatile("" ::: "memory");
+      // Transposed scores have many rows. Loads of eight of them wait together: more would spill.
+      if (kClampsKeys && r % 8 == 0) asm volatile("" ::: "memory");
       const T* const of_row = platform::rematerialize(
           static_cast<const T*>(bias.data) + place_of_bias(row) + (bias.has_keys ? first_key : 0));
       if constexpr (kInPairs) {

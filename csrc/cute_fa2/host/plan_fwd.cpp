@@ -76,6 +76,11 @@ GqaLayout gqa_layout(const FwdParams& params, int block_m, int64_t max_rows) {
   return GqaLayout::make(params, block_m, max_rows);
 }
 
+// Whether the rows of a head fit one consumer of sm90.
+bool is_decoding(const GqaLayout& gqa, const FwdParams& params) {
+  return gqa.rows(params.len_q) <= FwdConfigSm90::kConsumerRows;
+}
+
 // -- sm80 -----------------------------------------------------------------------------------------
 
 FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
@@ -98,6 +103,11 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
       choose_splits(usual, SplitCost::of_sm80(usual, plan.gqa, entry, device.multiprocessors),
                     device.multiprocessors, overrides.splits);
   if (params.is_packed()) {
+    // Sequences longer than the mean may have more splits. In decoding those take little memory.
+    const bool is_asked = overrides.splits != 0 || plan.splits.count == 1;
+    if (!is_asked && is_decoding(plan.gqa, usual)) {
+      plan.splits.count = std::min(4 * plan.splits.count, SplitKV::kMaxCount);
+    }
     finish_packed(plan, params, block_m, INT32_MAX, device);
   } else {
     finish(plan, params, block_m, device, one_tile_per_cta);
@@ -129,9 +139,7 @@ std::string why_not_large_sm90(const FwdParams& p, int head_dim, const FwdOverri
 bool splits_packed(const FwdParams& p, const FwdOverrides& overrides,
                    const DeviceProperties& device) {
   const FwdPlan plan = plan_sm80(p, overrides, device);
-  const bool is_decoding =
-      plan.gqa.rows(of_mean_length(p).len_q) <= FwdConfigSm90::kConsumerRows;
-  return plan.splits.count >= (is_decoding ? 2 : 4);
+  return plan.splits.count >= (is_decoding(plan.gqa, of_mean_length(p)) ? 2 : 4);
 }
 
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.

@@ -109,8 +109,8 @@ struct TileEntrySm90 {
 inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     // head_dim, head_dim_v, consumers, block_n, stages, q_stages, ping_pong;
     // full, banded, row_cost, split_kv, packed, bias
-    {{32, 32, 4, 64, 4, 2, false}, true, true, 100, false, true, true},  // 1.43, N 512 and 4096
-    {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true},       // not timed
+    {{32, 32, 4, 64, 4, 2, false}, true, true, 100, false, true},  // 1.43, N 512 and 4096
+    {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true, false, true},  // not timed
     {{64, 64, 4, 64, 6, 2, false}, true, true, 100, false, true},  // 1.25, N 512 and 4096
     {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true, false, true},  // 1.20 of it, few tiles
     {{96, 96, 3, 96, 3, 2, true}, true, false},             // 1.40, N 4096

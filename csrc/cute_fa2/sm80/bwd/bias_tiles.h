@@ -21,6 +21,7 @@ template <class Element, class TiledMma, class ShapeS, int kThreads, int kStatsR
 struct BiasTiles {
   static constexpr int kBlockM = decltype(cute::size<0>(ShapeS{}))::value;
   static constexpr int kBlockN = decltype(cute::size<1>(ShapeS{}))::value;
+  static_assert((kBlockM & (kBlockM - 1)) == 0 && (kBlockN & (kBlockN - 1)) == 0);  // see `fold`
 
   // A CTA for each tile of the bias, (batch, heads, row blocks, key blocks) of it.
   struct Arguments {
@@ -95,11 +96,28 @@ struct BiasTiles {
     return row * kBlockN + (key ^ (row % kChunks * 8));
   }
 
+  // Adds to the first `rows` x `keys` sums those that are so many rows or keys behind them. By
+  // halves: errors of a long sum one by one would show in fp32.
+  static CUTE_DEVICE void fold(float* sums, int rows, int keys, int rows_behind, int keys_behind) {
+    platform::sync_cta();  // what the other threads have summed is there
+    for (int i = platform::thread_index(); i < rows * keys; i += kThreads) {
+      const int row = i / keys, key = i % keys;
+      sums[place(cute::make_coord(row, key))] +=
+          sums[place(cute::make_coord(row + rows_behind, key + keys_behind))];
+    }
+  }
+
   // Over rows or keys that the bias is expanded to, it sums as well.
-  static CUTE_DEVICE void store(const Arguments& arguments, const Tile& tile, const float* sums) {
-    platform::sync_cta();  // the sums are there, of all threads
+  static CUTE_DEVICE void store(const Arguments& arguments, const Tile& tile, float* sums) {
     const BwdParams& params = arguments.params;
     const BiasGradient& bias = params.dbias;
+    if (!bias.has_keys) {
+      for (int n = kBlockN / 2; n > 0; n /= 2) fold(sums, kBlockM, n, 0, n);
+    }
+    if (!bias.has_rows) {
+      for (int n = kBlockM / 2; n > 0; n /= 2) fold(sums, n, bias.has_keys ? kBlockN : 1, n, 0);
+    }
+    platform::sync_cta();  // the sums are there, of all threads
     const int row0 = tile.at.m_block * kBlockM, key0 = tile.key_block * kBlockN;
     const int rows = bias.has_rows ? cute::min(+kBlockM, params.len_q - row0) : 1;
     const int keys = bias.has_keys ? cute::min(+kBlockN, params.len_k - key0) : 1;
@@ -107,12 +125,7 @@ struct BiasTiles {
                           row0 * bias.stride_row + key0 * bias.stride_key;
     for (int i = platform::thread_index(); i < rows * keys; i += kThreads) {
       const int row = i / keys, key = i % keys;
-      float total = 0.f;
-      for (int r = row; r < (bias.has_rows ? row + 1 : kBlockM); ++r) {
-        for (int c = key; c < (bias.has_keys ? key + 1 : kBlockN); ++c) {
-          total += sums[place(cute::make_coord(r, c))];
-        }
-      }
+      const float total = sums[place(cute::make_coord(row, key))];
       const int64_t to = first + row * bias.stride_row + key * bias.stride_key;
       if (bias.is_float) {
         static_cast<float*>(bias.data)[to] = total;

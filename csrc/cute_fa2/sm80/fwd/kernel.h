@@ -53,8 +53,13 @@ struct FwdKernel {
     const Sequence sequence = sequence_of(arguments, tile, platform::cta_index());
     const Mask<kMask, GqaLayout, true> mask(params, sequence, pack_gqa);
 
+    Sequence of_kv = sequence;
+    // Keys behind the split's last are masked. Two lengths would take a register that is not there.
+    if constexpr (kMask == MaskKind::kPacked && Traits::kHeadDim == 128) {
+      of_kv.len_k = sequence.key_end;
+    }
     KVSource kv_source(params, tile.batch, platform::warp_uniform(pack_gqa.kv_head(tile.head)),
-                       sequence, platform::thread_index());
+                       of_kv, platform::thread_index());
 
     auto tOrO = partition_fragment_C(  // (4, MMA_M, kHeadDimV / 8)
         typename Traits::TiledMma{}, typename Traits::ShapeO{});
