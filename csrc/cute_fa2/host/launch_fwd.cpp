@@ -48,7 +48,7 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
     half_dtype_switch(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
         head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
-          // The kernels for splits serve any mask. Behind them comes their own combine kernel.
+          // The kernels for splits serve any mask.
           if (is_split) {
             launch_fwd_sm90<dtype(), head_dim(), MaskKind::kBanded, true>(plan, params, device,
                                                                           stream);
@@ -64,7 +64,7 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
       });
     });
   }
-  if (is_split && plan.arch == Arch::kSm80) launch_combine(params, device, stream);
+  if (is_split) launch_combine(params, device, stream);
 }
 
 }  // namespace flash_cute

@@ -34,7 +34,6 @@ struct FwdKernel {
       Pipeline<Traits, kMask>::init_barriers(smem);
       hopper::fence_barrier_init();  // fault: init-fence
     }
-    if constexpr (Traits::kSplitKV) hopper::let_next_begin();  // the combine kernel
     platform::sync_cta();  // the initialised barriers are visible to all threads
 
     const int warpgroup = hopper::warpgroup_index();

@@ -5,7 +5,6 @@
 
 #include "common/grid.h"
 #include "host/launch_fwd.h"
-#include "sm90/fwd/combine.h"
 #include "sm90/fwd/kernel.h"
 #include "sm90/fwd/large/kernel.h"
 #include "static_switch.h"
@@ -33,11 +32,6 @@ void launch_fwd_sm90(const FwdPlan& plan, const FwdParams& params, int device,
         constexpr bool kReadsBias = kMask == MaskKind::kScored && kEntry.bias;
         using Traits = sm90::FwdTraits<kDType, kEntry.config, kSplitKV, kIsPacked, kReadsBias>;
         run_grid<sm90::FwdKernel<Traits, kMask>>(arguments, plan.schedule.ctas, device, stream);
-      }
-      if constexpr (kSplitKV) {
-        using Combine = sm90::OverlappingCombineKernel<kDType>;
-        run_grid<Combine>(typename Combine::Arguments(params), params.rows(), device, stream,
-                          /*overlaps=*/true);
       }
     }
   });
