@@ -26,7 +26,6 @@ from support import (
     random_inputs,
     run,
 )
-
 from test_varlen import check_packed, padded_inputs
 
 import flash_cute

@@ -94,30 +94,30 @@ struct BlocksKernel {
     }
     platform::sync_cta();  // all know where their blocks go
 
-    for_each_block(
-        params, request, begin, end, batch,
-        [&](int, SequenceBlock block, const Sequence& sequence, BlockRange seen) {
-          if (block.batch < 0) return;
-          const int first_index = Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
-                                                        block.batch, request.index_rows);
-          for_each_split(request, seen, [&](int split, BlockRange part) {
-            const bool is_whole = part.begin == seen.begin && part.end == seen.end;
-            const int key_end = cute::min(part.end * request.other_rows, sequence.len_k);
-            sorted[smem.counts[bucket_of(request, part)][thread]++] = {
-                block.batch,
-                block.block,
-                first_index,
-                part.begin,
-                part.end,
-                sequence.first_q,
-                sequence.len_q,
-                sequence.first_k,
-                sequence.len_k,
-                split,
-                is_whole ? 0 : part.begin * request.other_rows,
-                is_whole ? sequence.len_k : key_end};
-          });
-        });
+    for_each_block(params, request, begin, end, batch,
+                   [&](int, SequenceBlock block, const Sequence& sequence, BlockRange seen) {
+                     if (block.batch < 0) return;
+                     const int first_index =
+                         Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
+                                               block.batch, request.index_rows);
+                     for_each_split(request, seen, [&](int split, BlockRange part) {
+                       const bool is_whole = part.begin == seen.begin && part.end == seen.end;
+                       const int key_end = cute::min(part.end * request.other_rows, sequence.len_k);
+                       sorted[smem.counts[bucket_of(request, part)][thread]++] = {
+                           block.batch,
+                           block.block,
+                           first_index,
+                           part.begin,
+                           part.end,
+                           sequence.first_q,
+                           sequence.len_q,
+                           sequence.first_k,
+                           sequence.len_k,
+                           split,
+                           is_whole ? 0 : part.begin * request.other_rows,
+                           is_whole ? sequence.len_k : key_end};
+                     });
+                   });
   }
 
   // visit(split, its blocks): at least once, whether or not there are blocks.

@@ -109,19 +109,19 @@ struct TileEntrySm90 {
 inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     // head_dim, head_dim_v, consumers, block_n, stages, q_stages, ping_pong;
     // full, banded, row_cost, split_kv, packed, bias
-    {{32, 32, 4, 64, 4, 2, false}, true, true, 100, false, true},  // 1.43, N 512 and 4096
+    {{32, 32, 4, 64, 4, 2, false}, true, true, 100, false, true},          // 1.43, N 512 and 4096
     {{32, 32, 2, 128, 4, 2, true}, false, false, 100, true, false, true},  // not timed
-    {{64, 64, 4, 64, 6, 2, false}, true, true, 100, false, true},  // 1.25, N 512 and 4096
-    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true, false, true},  // 1.20 of it, few tiles
-    {{96, 96, 3, 96, 3, 2, true}, true, false},             // 1.40, N 4096
-    {{96, 96, 4, 48, 4, 2, true}, true, false, 110},        // 1.22, N 512
-    {{96, 96, 3, 64, 4, 2, false}, false, true, 100, false, true, true},  // 1.36, N 512 and 4096
-    {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},         // not timed
-    {{128, 128, 3, 64, 2, 2, false}, true, true, 100, false, true},  // 1.21, N 4096
-    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true, true, true},  // 1.06, N 512
-    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true, true},  // 1.18, N 512 and 4096
-    {{192, 128, 2, 128, 2, 1, true}, true, true, 80, false, true},   // 1.24, N 4096, H100
-    {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},    // 1.17, N 512 and 4096
+    {{64, 64, 4, 64, 6, 2, false}, true, true, 100, false, true},          // 1.25, N 512 and 4096
+    {{64, 64, 2, 128, 4, 2, true}, true, true, 140, true, false, true},    // 1.20 of it, few tiles
+    {{96, 96, 3, 96, 3, 2, true}, true, false},                            // 1.40, N 4096
+    {{96, 96, 4, 48, 4, 2, true}, true, false, 110},                       // 1.22, N 512
+    {{96, 96, 3, 64, 4, 2, false}, false, true, 100, false, true, true},   // 1.36, N 512 and 4096
+    {{96, 96, 2, 128, 2, 2, true}, false, false, 100, true},               // not timed
+    {{128, 128, 3, 64, 2, 2, false}, true, true, 100, false, true},        // 1.21, N 4096
+    {{128, 128, 2, 128, 2, 2, true}, true, true, 106, true, true, true},   // 1.06, N 512
+    {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true, true},    // 1.18, N 512 and 4096
+    {{192, 128, 2, 128, 2, 1, true}, true, true, 80, false, true},         // 1.24, N 4096, H100
+    {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},          // 1.17, N 512 and 4096
     // ..., ping_pong, column_groups; of dense calls alone. None timed.
     {{384, 384, 1, 64, 3, 2, false, 2}, true, true},
     {{512, 512, 1, 64, 6, 2, false, 2}, true, true},

@@ -184,7 +184,8 @@ class DqMainloop {
         tSrS);  // MaskKind::kScored: of the changed scores by S
     if constexpr (kMask == MaskKind::kScored) {
       const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
-      const ScoreMod<Element, Traits::kReadsBias, true, true> score_mod(params_, sequence_, tile_.batch);
+      const ScoreMod<Element, Traits::kReadsBias, true, true> score_mod(params_, sequence_,
+                                                                        tile_.batch);
       score_mod.apply(weights, as_matrix(derivatives), row_and_key(thread), row_and_key(0), row0_,
                       key0, [&](int row) { return PackGqa::HeadAndQuery{tile_.head, row}; });
     }
