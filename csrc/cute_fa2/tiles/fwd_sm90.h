@@ -122,7 +122,7 @@ inline constexpr TileEntrySm90 kFwdTilesSm90[] = {
     {{192, 192, 2, 64, 2, 2, true}, true, true, 100, true, true, true},    // 1.18, N 512 and 4096
     {{192, 128, 2, 128, 2, 1, true}, true, true, 80, false, true},         // 1.24, N 4096, H100
     {{256, 256, 2, 64, 2, 1, true}, true, true, 100, true, true},          // 1.17, N 512 and 4096
-    // ..., ping_pong, column_groups; of dense calls alone. None timed.
+    // ..., ping_pong, column_groups; of dense calls alone (notes/sm90_large_head_dims.md)
     {{384, 384, 1, 64, 3, 2, false, 2}, true, true},
     {{512, 512, 1, 64, 6, 2, false, 2}, true, true},
 };
