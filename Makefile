@@ -24,7 +24,7 @@ run: setup ## the main job: a transformer block on flash_cute, checked against a
 test: $(if $(PYTHON),,lint) pytest ## linters and tests (with PYTHON the tests alone); without a GPU, what runs without one
 
 pytest: build ## the tests alone; ARGS="-k causal" goes to pytest
-	@$(WHERE) $(PY) -m pytest $(ARGS)
+	@$(WHERE) $(PY) -m pytest $(if $(PYTHON),,-n 2 --dist loadfile) $(ARGS)
 
 # Without the caching allocator each tensor has its own allocation, and memcheck sees its ends.
 sanitize: build ## small calls of every kernel under compute-sanitizer (needs a GPU)

@@ -170,14 +170,16 @@ def narrow_to_example() -> None:
 
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 8
     archs = [arch for arch in cuda.archs() if int(arch.rstrip("a")) // 10 == major] or ["80"]
-    head_dims = [64]
+    head_dims, dtypes = [64], [*variants.ALL_DTYPES]
     with suppress(OSError, AttributeError):  # there is none, or it is of another version
         torch.ops.load_library(LIBRARY)
         info = json.loads(torch.ops.flash_cute.build_info())
         held = [arch for arch in ARCHS if f"sm_{arch}" in info["archs"]]
         if 64 in info["head_dims"] and {*archs} <= {*held}:
             head_dims, archs = [*info["head_dims"], *info.get("large_head_dims", [])], held
+            dtypes = info.get("dtypes", dtypes)
     os.environ["FLASH_CUTE_HEAD_DIMS"] = ",".join(map(str, head_dims))
+    os.environ["FLASH_CUTE_DTYPES"] = os.environ.get("FLASH_CUTE_DTYPES") or ",".join(dtypes)
     os.environ["FLASH_CUTE_ARCHS"] = ",".join(archs)
 
 
@@ -227,11 +229,14 @@ def write_ninja() -> tuple[str, str]:
     torch, cutlass, cuda, compiler = find_torch(), find_cutlass(), find_cuda(), find_compiler()
     all_dims, all_archs = [str(dim) for dim in variants.ALL_HEAD_DIMS], cuda.archs()
     dims, archs = chosen("FLASH_CUTE_HEAD_DIMS", all_dims), chosen("FLASH_CUTE_ARCHS", all_archs)
+    dtypes = chosen("FLASH_CUTE_DTYPES", variants.ALL_DTYPES)
     code = [*(f"sm_{arch}" for arch in archs), "compute_80"]
     left_out = [f"head dim {dim}" for dim in all_dims if dim not in dims]
+    left_out += [dtype for dtype in variants.ALL_DTYPES if dtype not in dtypes]
     left_out += [f"sm_{arch}" for arch in all_archs if arch not in archs]
     found = f"CUDA {cuda.version} in {cuda.root}, CUTLASS in {cutlass}, torch in {torch}"
-    what = f"head dims {', '.join(dims)}; {' '.join(code)}; {jobs()} jobs of {compiler}"
+    what = f"head dims {', '.join(dims)}; {' '.join(dtypes)}; {' '.join(code)}"
+    what += f"; {jobs()} jobs of {compiler}"
     print(f"flash_cute: {found}; {what}", flush=True)
     if left_out:
         print(f"flash_cute: left out: {', '.join(left_out)} (`make build` has all)", flush=True)
@@ -261,7 +266,8 @@ def write_ninja() -> tuple[str, str]:
     text += f"rule link\n  command = {shlex.join(linker)} -shared -o $out $in "
     text += f"{shlex.join(libraries)}\n  description = linking $out\n"
     sm90, sm80_code = "90a" in archs, [item for item in code if item != variants.SM90_CODE]
-    sources = variants.generate(ROOT / BUILD / "variants", [int(dim) for dim in dims], sm90=sm90)
+    folder, head_dims = ROOT / BUILD / "variants", [int(dim) for dim in dims]
+    sources = variants.generate(folder, head_dims, dtypes, sm90=sm90)
     sources += sorted((ROOT / SOURCES).rglob("*.cu")) + sorted((ROOT / SOURCES).rglob("*.cpp"))
     objects = []
     for source in sources:

@@ -74,7 +74,7 @@ def _description(device: torch.device) -> list[tuple[str, str]]:
         ("driver", _driver()),
     ]
     if build["left_out"]:
-        what = f"{build['left_out']} (FLASH_CUTE_HEAD_DIMS, FLASH_CUTE_ARCHS; `make build` has all)"
+        what = f"{build['left_out']} (FLASH_CUTE_HEAD_DIMS, _DTYPES, _ARCHS; `make build` has all)"
         rows.append(("left out", what))
     if device.type == "cpu":
         why = "no GPU here" if not torch.cuda.is_available() else "as asked"

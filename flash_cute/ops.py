@@ -109,10 +109,11 @@ class BuildInfo(TypedDict):
     max_head_dim: int  #: head dims are at most this
     max_head_dim_fp32: int  #: those of fp32 on GPUs
     archs: list[str]
+    dtypes: list[str]  #: of fp16, bf16, fp32
     head_dims: list[int]
     large_head_dims: list[int]  #: of sm80; sm90's forward has those to 512
     fp32_head_dims: list[int]  #: of sm80 in fp32
-    left_out: str  #: what FLASH_CUTE_HEAD_DIMS and FLASH_CUTE_ARCHS left out
+    left_out: str  #: what FLASH_CUTE_HEAD_DIMS, _DTYPES and _ARCHS left out
     tiles: list[Tile]
 
 

@@ -23,14 +23,14 @@ import flash_cute
 from build_library import ROOT, BuildError, Cuda, chosen
 from flash_cute.ops import LIBRARY, build_info
 
-NARROWED = bool({"FLASH_CUTE_HEAD_DIMS", "FLASH_CUTE_ARCHS"} & set(os.environ))
+NARROWED = bool({"FLASH_CUTE_HEAD_DIMS", "FLASH_CUTE_DTYPES", "FLASH_CUTE_ARCHS"} & set(os.environ))
 CCACHE = build_library.find_program("ccache")
 IS_BUILT_HERE = LIBRARY.parent.parent == ROOT
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEAD_DIMS", "ARCHS", "PYPI_CUDA", "MANYLINUX"):
+    for name in ("HEAD_DIMS", "DTYPES", "ARCHS", "PYPI_CUDA", "MANYLINUX"):
         monkeypatch.delenv(f"FLASH_CUTE_{name}", raising=False)
     for name in ("CUDA_HOME", "CXX", "MAX_JOBS", "PYTHONSAFEPATH"):
         monkeypatch.delenv(name, raising=False)
@@ -314,6 +314,7 @@ def test_wheel(tmp_path: Path) -> None:
     variables = {
         "FLASH_CUTE_MANYLINUX": "1",
         "FLASH_CUTE_HEAD_DIMS": ",".join(map(str, [*info["head_dims"], *info["large_head_dims"]])),
+        "FLASH_CUTE_DTYPES": ",".join(info["dtypes"]),
         "FLASH_CUTE_ARCHS": ",".join(arch[3:] for arch in info["archs"] if arch.startswith("sm_")),
     }
     plan = run_hook(

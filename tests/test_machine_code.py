@@ -32,7 +32,7 @@ TARGETS = [
     for code, arch in ARCHS.items()
     for op in sorted({op_of({**tile}) for tile in INFO["tiles"] if tile["arch"] == arch})
 ]
-DTYPES = 2  # and one of fp32
+HALF_DTYPES = len({"fp16", "bf16"} & {*INFO["dtypes"]})
 #: Packed sequences and changed scores are further kinds, which sm90's forward has of some entries.
 MASKS = {"any": 2, "full": 1, "banded": 1, "none": 0}
 # What platform.h and hopper.h are to become: ldmatrix, cp.async, the tensor cores, exponentials,
@@ -124,7 +124,7 @@ def test_every_entry_has_its_kernels(
         is_packed, reads_bias = entry.get("packed", False), entry.get("bias", False)
         is_scored = entry["head_dim"] == entry["head_dim_v"] and (is_packed or reads_bias)
         masks[tile_of(entry)] += entry.get("split_kv", False) + is_packed + is_scored
-    dtypes = 1 if entries[0]["op"].endswith("fp32") else DTYPES
+    dtypes = 1 if entries[0]["op"].endswith("fp32") else HALF_DTYPES
     expected = {tile: dtypes * count for tile, count in masks.items()}
     assert Counter(kernel.tile for kernel in kernels) == expected
     split_kv = {kernel.tile for kernel in kernels if kernel.is_split_kv}
@@ -188,22 +188,22 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
     assert all("STACK:0" in line and "LOCAL:0" in line for _, line in found)
     if kind == "BiasGradient":
         tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
-        assert len(found) == DTYPES * len(tiles) * len(codes)
+        assert len(found) == HALF_DTYPES * len(tiles) * len(codes)
     elif kind == "LargeBiasGradient":
         of_op = [
             {tile_of(entry) for code in codes for entry in entries_of(code, op)}
             for op in ("large", "large_fp32")
         ]
-        assert len(found) == (DTYPES * len(of_op[0]) + len(of_op[1])) * len(codes)
+        assert len(found) == (HALF_DTYPES * len(of_op[0]) + len(of_op[1])) * len(codes)
     elif kind == "Convert":  # one or two for a tile of sm80's backward, which they name
         config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+")
         counts = Counter(tile for name, _ in found for tile in config.findall(name)[:1])
         assert (counts.total() < len(found)) == ("sm_90a" in ARCHS)
         tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
-        assert len(counts) == DTYPES * len(tiles)
+        assert len(counts) == HALF_DTYPES * len(tiles)
         assert {count / len(codes) for count in counts.values()} <= {1, 2}
     else:
-        dtypes = DTYPES + 1 if kind in ("Combine", "Preprocess") else 1
+        dtypes = 3 if kind in ("Combine", "Preprocess") else 1
         assert len(found) == dtypes * len(codes)
 
 

@@ -25,12 +25,6 @@ void dtype_switch(DType dtype, F&& f) {
   }
 }
 
-// Of a call that is not in fp32.
-template <class F>
-void half_dtype_switch(DType dtype, F&& f) {
-  dtype == DType::kHalf ? f(Constant<DType::kHalf>{}) : f(Constant<DType::kBFloat16>{});
-}
-
 template <class F>
 void mask_switch(MaskKind mask, F&& f) {
   switch (mask) {
@@ -45,11 +39,11 @@ void mask_switch(MaskKind mask, F&& f) {
   }
 }
 
-// Calls `f` with `head_dim`, which is one of kBuilt.
-template <auto kBuilt, class F>
-void head_dim_switch(int head_dim, F&& f) {
+// Calls `f` with `value` if it is one of kBuilt: dtypes or head dims that this build has.
+template <auto kBuilt, class Value, class F>
+void built_switch(Value value, F&& f) {
   [&]<std::size_t... I>(std::index_sequence<I...>) {
-    ((head_dim == kBuilt[I] && (f(Constant<kBuilt[I]>{}), true)) || ...);
+    ((value == kBuilt[I] && (f(Constant<kBuilt[I]>{}), true)) || ...);
   }(std::make_index_sequence<kBuilt.size()>{});
 }
 

@@ -15,10 +15,11 @@ LARGE_HEAD_DIMS = (384, 512, 768, 1024)
 LARGE_HEAD_DIMS_SM90 = (384, 512)
 LARGE_KINDS_SM90 = ("full", "banded")
 ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256, *LARGE_HEAD_DIMS)
-DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
+HALF_DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
 #: Of sm80 in fp32, which has fewer: each serves the others up to it.
 FP32_HEAD_DIMS = (64, 128, 256)
 FP32 = {"fp32": "DType::kFloat"}
+ALL_DTYPES = (*HALF_DTYPES, *FP32)
 
 #: For each op and architecture: the kinds of kernels, each with its template arguments beyond dtype
 #: and head dim. SM90's files take longer to compile, so each of its kinds has a file.
@@ -71,7 +72,10 @@ VARIANTS_INC = """\
 
 #include <array>
 
+#include "host/params.h"
+
 namespace flash_cute {{
+inline constexpr std::array<DType, {half_count}> kBuiltHalfDtypes = {{{half}}};
 inline constexpr std::array<int, {count}> kBuiltHeadDims = {{{head_dims}}};
 // The large ones; and of their gradients, which sm80 alone has, the columns that a tile has.
 inline constexpr std::array<int, {large_count}> kBuiltLargeHeadDims = {{{large}}};
@@ -83,17 +87,23 @@ inline constexpr bool kSm90IsBuilt = {sm90};
 
 
 def generate(
-    out_dir: Path, head_dims: Sequence[int] = ALL_HEAD_DIMS, *, sm90: bool = False
+    out_dir: Path,
+    head_dims: Sequence[int] = ALL_HEAD_DIMS,
+    dtypes: Sequence[str] = ALL_DTYPES,
+    *,
+    sm90: bool = False,
 ) -> list[Path]:
-    """Writes the files for `head_dims` under `out_dir`, those of SM90 if asked for. Returns those
-    that nvcc compiles, <op>_<arch>_hdim<n>_<dtype>[_<kind>].cu."""
+    """Writes the files for `head_dims` and `dtypes` under `out_dir`, those of SM90 if asked for.
+    Returns those that nvcc compiles, <op>_<arch>_hdim<n>_<dtype>[_<kind>].cu."""
     unknown = sorted(set(head_dims) - set(ALL_HEAD_DIMS))
     if unknown or not head_dims:
         raise ValueError(f"head dims are chosen from {ALL_HEAD_DIMS}, not {tuple(head_dims)}")
     head_dims = sorted(set(head_dims))
     ordinary = [head_dim for head_dim in head_dims if head_dim not in LARGE_HEAD_DIMS]
     large = [head_dim for head_dim in head_dims if head_dim in LARGE_HEAD_DIMS]
-    fp32 = sorted({next(f for f in FP32_HEAD_DIMS if n <= f) for n in ordinary})
+    half = {name: cpp_name for name, cpp_name in HALF_DTYPES.items() if name in dtypes}
+    of_fp32 = ordinary if "fp32" in dtypes else []
+    fp32 = sorted({next(f for f in FP32_HEAD_DIMS if n <= f) for n in of_fp32})
     sources = []
     for op, archs in OPS.items():
         for arch, kinds in archs.items():
@@ -102,13 +112,13 @@ def generate(
             files = {"": list(kinds)} if arch == "sm80" else {f"_{k}": [k] for k in kinds}
             is_fwd_sm80 = (op, arch) == ("fwd", "sm80")
             its_head_dims = head_dims if is_fwd_sm80 else ordinary
-            cases = list(itertools.product(its_head_dims, DTYPES.items()))
+            cases = list(itertools.product(its_head_dims, half.items()))
             cases += itertools.product(fp32 if is_fwd_sm80 else [], FP32.items())
             names = [*itertools.product(cases, files)]
             if (op, arch) == ("fwd", "sm90"):
                 large_sm90 = [d for d in large if d in LARGE_HEAD_DIMS_SM90]
                 its_files = [f"_{kind}" for kind in LARGE_KINDS_SM90]
-                large_cases = itertools.product(large_sm90, DTYPES.items())
+                large_cases = itertools.product(large_sm90, half.items())
                 names += itertools.product(large_cases, its_files)
             for (head_dim, (dtype, cpp_dtype)), suffix in names:
                 of_op = f"const {op.title()}Plan&, const {op.title()}Params&"
@@ -126,7 +136,7 @@ def generate(
                 sources.append(write_kernels(path, f"{arch}/{op}", lines))
     # Gradients of two groups of columns have the kernels of half the head dim.
     columns = sorted({d if d <= 512 else d // 2 for d in large})
-    cases = [*itertools.product(columns, DTYPES.items()), *itertools.product(fp32, FP32.items())]
+    cases = [*itertools.product(columns, half.items()), *itertools.product(fp32, FP32.items())]
     for of_tile, (dtype, cpp_dtype) in cases:
         line = (
             f"template void launch_bwd_sm80_large<{cpp_dtype}, {of_tile}>"
@@ -135,6 +145,8 @@ def generate(
         path = out_dir / f"bwd_sm80_hdim{of_tile}_{dtype}.cu"
         sources.append(write_kernels(path, "sm80/bwd/large", [line]))
     built = VARIANTS_INC.format(
+        half_count=len(half),
+        half=", ".join(half.values()),
         count=len(ordinary),
         head_dims=", ".join(map(str, ordinary)),
         large_count=len(large),

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "generated/variants.inc"
+#include "host/built.h"
 #include "host/describe.h"
 #include "host/params.h"
 
@@ -34,12 +35,15 @@ bool is_built_in_fp32(int head_dim) {
 
 // Tiles are described for elements of 16 bits, those of the op "fwd_fp32" for elements of 32.
 std::string build_info() {
-  std::string archs, head_dims, large_head_dims, fp32_head_dims, tiles;
+  std::string archs, dtypes, head_dims, large_head_dims, fp32_head_dims, tiles;
   const std::string names = FLASH_CUTE_ARCHS;
   for (size_t begin = 0; begin < names.size();) {
     const size_t end = std::min(names.find(' ', begin), names.size());
     append(archs, "\"" + names.substr(begin, end - begin) + "\"");
     begin = end + 1;
+  }
+  for (DType dtype : {DType::kHalf, DType::kBFloat16, DType::kFloat}) {
+    if (is_built(dtype)) append(dtypes, "\"" + std::string(name_of(dtype)) + "\"");
   }
   for (int head_dim : kBuiltHeadDims) append(head_dims, std::to_string(head_dim));
   for (int head_dim : kBuiltLargeHeadDims) append(large_head_dims, std::to_string(head_dim));
@@ -75,6 +79,7 @@ std::string build_info() {
       .add("max_head_dim", kMaxHeadDim)
       .add("max_head_dim_fp32", kMaxHeadDimFp32)
       .add_json("archs", in_brackets(archs))
+      .add_json("dtypes", in_brackets(dtypes))
       .add_json("head_dims", in_brackets(head_dims))
       .add_json("large_head_dims", in_brackets(large_head_dims))
       .add_json("fp32_head_dims", in_brackets(fp32_head_dims))

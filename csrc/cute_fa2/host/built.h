@@ -14,9 +14,23 @@ namespace flash_cute {
   throw std::runtime_error("flash_cute: " + sentence);
 }
 
-// The smallest head dim that was built and serves the call.
+constexpr const char* name_of(DType dtype) {
+  return dtype == DType::kFloat ? "fp32" : dtype == DType::kHalf ? "fp16" : "bf16";
+}
+
+inline bool is_built(DType dtype) {
+  if (dtype == DType::kFloat) return !kBuiltFp32HeadDims.empty();
+  const auto& built = kBuiltHalfDtypes;
+  return std::find(built.begin(), built.end(), dtype) != built.end();
+}
+
+// The smallest head dim that was built and serves the call, whose dtype was built.
 inline int built_head_dim(const AttentionParams& params) {
   const bool is_fp32 = params.dtype == DType::kFloat;
+  if (!is_built(params.dtype)) {
+    refuse("this build has no kernel of " + std::string(name_of(params.dtype)) +
+           "; build with FLASH_CUTE_DTYPES naming it, or without it");
+  }
   const int head_dim = std::max(params.head_dim, params.head_dim_v);
   int found = 0, greatest = 0;
   const auto look = [&](const auto& head_dims) {

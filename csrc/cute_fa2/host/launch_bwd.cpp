@@ -42,18 +42,18 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
   if (params.dsink) launch_sink_gradient(params, plan, device, stream);
   if (params.len_k == 0) return;  // that of a sink alone was asked for
   if (params.dtype == DType::kFloat) {
-    head_dim_switch<kBuiltFp32HeadDims>(plan.columns, [&](auto columns) {
+    built_switch<kBuiltFp32HeadDims>(plan.columns, [&](auto columns) {
       launch_bwd_sm80_large<DType::kFloat, columns()>(plan, params, device, stream);
     });
     return;
   }
-  head_dim_switch<kBuiltBwdColumns>(plan.columns, [&](auto columns) {
-    half_dtype_switch(params.dtype, [&](auto dtype) {
+  built_switch<kBuiltBwdColumns>(plan.columns, [&](auto columns) {
+    built_switch<kBuiltHalfDtypes>(params.dtype, [&](auto dtype) {
       launch_bwd_sm80_large<dtype(), columns()>(plan, params, device, stream);
     });
   });
-  head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
-    half_dtype_switch(params.dtype, [&](auto dtype) {
+  built_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
+    built_switch<kBuiltHalfDtypes>(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
         if (plan.arch == Arch::kSm80) {
           launch_bwd_sm80<dtype(), head_dim(), mask()>(plan, params, device, stream);

@@ -36,18 +36,18 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
     });
   };
   if (params.dtype == DType::kFloat) {
-    head_dim_switch<kBuiltFp32HeadDims>(
+    built_switch<kBuiltFp32HeadDims>(
         plan.head_dim, [&](auto head_dim) { launch_sm80(Constant<DType::kFloat>{}, head_dim); });
   } else if (plan.arch == Arch::kSm80) {
-    half_dtype_switch(params.dtype, [&](auto dtype) {
+    built_switch<kBuiltHalfDtypes>(params.dtype, [&](auto dtype) {
       const auto launch = [&](auto head_dim) { launch_sm80(dtype, head_dim); };
-      head_dim_switch<kBuiltHeadDims>(plan.head_dim, launch);
-      head_dim_switch<kBuiltLargeHeadDims>(plan.head_dim, launch);
+      built_switch<kBuiltHeadDims>(plan.head_dim, launch);
+      built_switch<kBuiltLargeHeadDims>(plan.head_dim, launch);
     });
   } else if constexpr (kSm90IsBuilt) {
-    half_dtype_switch(params.dtype, [&](auto dtype) {
+    built_switch<kBuiltHalfDtypes>(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
-        head_dim_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
+        built_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
           // The kernels for splits serve any mask.
           if (is_split) {
             launch_fwd_sm90<dtype(), head_dim(), MaskKind::kBanded, true>(plan, params, device,
@@ -56,7 +56,7 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
             launch_fwd_sm90<dtype(), head_dim(), mask(), false>(plan, params, device, stream);
           }
         });
-        head_dim_switch<kBuiltLargeHeadDims>(plan.head_dim, [&](auto head_dim) {
+        built_switch<kBuiltLargeHeadDims>(plan.head_dim, [&](auto head_dim) {
           if constexpr (has_fwd_sm90(head_dim(), mask())) {
             launch_fwd_sm90<dtype(), head_dim(), mask(), false>(plan, params, device, stream);
           }
