@@ -18,6 +18,8 @@ ALL_HEAD_DIMS = (32, 64, 96, 128, 192, 256, *LARGE_HEAD_DIMS)
 HALF_DTYPES = {"fp16": "DType::kHalf", "bf16": "DType::kBFloat16"}
 #: Of sm80 in fp32, which has fewer: each serves the others up to it.
 FP32_HEAD_DIMS = (64, 128, 256)
+#: Those whose gradients have the kernels of 16 bits; all have those of large head dims.
+FP32_BWD_HEAD_DIMS = (64, 128)
 FP32 = {"fp32": "DType::kFloat"}
 ALL_DTYPES = (*HALF_DTYPES, *FP32)
 
@@ -81,6 +83,7 @@ inline constexpr std::array<int, {count}> kBuiltHeadDims = {{{head_dims}}};
 inline constexpr std::array<int, {large_count}> kBuiltLargeHeadDims = {{{large}}};
 inline constexpr std::array<int, {columns_count}> kBuiltBwdColumns = {{{columns}}};
 inline constexpr std::array<int, {fp32_count}> kBuiltFp32HeadDims = {{{fp32}}};
+inline constexpr std::array<int, {fp32_bwd_count}> kBuiltFp32BwdHeadDims = {{{fp32_bwd}}};
 inline constexpr bool kSm90IsBuilt = {sm90};
 }}  // namespace flash_cute
 """
@@ -104,6 +107,7 @@ def generate(
     half = {name: cpp_name for name, cpp_name in HALF_DTYPES.items() if name in dtypes}
     of_fp32 = ordinary if "fp32" in dtypes else []
     fp32 = sorted({next(f for f in FP32_HEAD_DIMS if n <= f) for n in of_fp32})
+    fp32_bwd = [head_dim for head_dim in fp32 if head_dim in FP32_BWD_HEAD_DIMS]
     sources = []
     for op, archs in OPS.items():
         for arch, kinds in archs.items():
@@ -113,7 +117,8 @@ def generate(
             is_fwd_sm80 = (op, arch) == ("fwd", "sm80")
             its_head_dims = head_dims if is_fwd_sm80 else ordinary
             cases = list(itertools.product(its_head_dims, half.items()))
-            cases += itertools.product(fp32 if is_fwd_sm80 else [], FP32.items())
+            its_fp32 = {("fwd", "sm80"): fp32, ("bwd", "sm80"): fp32_bwd}.get((op, arch), [])
+            cases += itertools.product(its_fp32, FP32.items())
             names = [*itertools.product(cases, files)]
             if (op, arch) == ("fwd", "sm90"):
                 large_sm90 = [d for d in large if d in LARGE_HEAD_DIMS_SM90]
@@ -127,7 +132,7 @@ def generate(
                     f"({of_op}, int, cudaStream_t);"
                     for k in files[suffix]
                 ]
-                if (op, arch) == ("bwd", "sm80"):
+                if (op, arch) == ("bwd", "sm80") and dtype in half:
                     lines.append(
                         f"template void launch_bias_gradient_sm80<{cpp_dtype}, {head_dim}>"
                         f"({of_op}, int, cudaStream_t);"
@@ -142,7 +147,8 @@ def generate(
             f"template void launch_bwd_sm80_large<{cpp_dtype}, {of_tile}>"
             "(const BwdPlan&, const BwdParams&, int, cudaStream_t);"
         )
-        path = out_dir / f"bwd_sm80_hdim{of_tile}_{dtype}.cu"
+        suffix = "_large" if dtype in FP32 else ""  # the others have no such file yet
+        path = out_dir / f"bwd_sm80_hdim{of_tile}_{dtype}{suffix}.cu"
         sources.append(write_kernels(path, "sm80/bwd/large", [line]))
     built = VARIANTS_INC.format(
         half_count=len(half),
@@ -155,6 +161,8 @@ def generate(
         columns=", ".join(map(str, columns)),
         fp32_count=len(fp32),
         fp32=", ".join(map(str, fp32)),
+        fp32_bwd_count=len(fp32_bwd),
+        fp32_bwd=", ".join(map(str, fp32_bwd)),
         sm90=str(sm90).lower(),
     )
     write_if_changed(out_dir / "generated" / "variants.inc", built)

@@ -105,7 +105,7 @@ class Library:
         for file in kernels:
             op_and_arch, head_dim = re.findall(r"(\w+)_hdim(\d+)", file.stem)[0]
             pair = variants.ALL_HEAD_DIMS.index(int(head_dim)) // 2
-            unit = f"{op_and_arch}_{'fp32_' * file.stem.endswith('fp32')}{pair}"
+            unit = f"{op_and_arch}_{'fp32_' * ('_fp32' in file.stem)}{pair}"
             together.setdefault(unit, []).append(f'#include "{file.name}"\n')
         left_out = [f.read_text().splitlines() for f in generated if f not in kernels]
         lines = [line for file in left_out for line in file if line.startswith("template ")]

@@ -64,6 +64,9 @@ std::string build_info() {
   for (const LargeBwdEntrySm80& entry : kLargeBwdTilesSm80) {
     if (is_built(entry.head_dim)) append(tiles, as_json(entry, DType::kHalf).str());
   }
+  for (const BwdEntrySm80& entry : kBwdTilesFp32) {
+    if (is_built_in_fp32(entry.config.head_dim)) append(tiles, as_json(entry, DType::kFloat).str());
+  }
   for (const LargeBwdEntrySm80& entry : kFp32BwdTilesSm80) {
     if (is_built_in_fp32(entry.head_dim)) append(tiles, as_json(entry, DType::kFloat).str());
   }
@@ -116,8 +119,10 @@ std::string tiles_for(int64_t smem_per_cta) {
     const int fp32_bytes = bytes_of(DType::kFloat);
     const int fwd = select_fwd_sm80(head_dim, head_dim, MaskKind::kFull, limit, fp32_bytes);
     if (fwd >= 0) append(tiles, as_json(kFwdTilesFp32[fwd], DType::kFloat).str());
-    const int bwd = select_bwd_sm80_large(head_dim, limit, fp32_bytes);
-    if (bwd >= 0) append(tiles, as_json(kFp32BwdTilesSm80[bwd], DType::kFloat).str());
+    const int bwd = select_bwd_sm80(head_dim, limit, fp32_bytes);
+    if (bwd >= 0) append(tiles, as_json(kBwdTilesFp32[bwd], DType::kFloat).str());
+    const int large = select_bwd_sm80_large(head_dim, limit, fp32_bytes);
+    if (large >= 0) append(tiles, as_json(kFp32BwdTilesSm80[large], DType::kFloat).str());
   }
   return in_brackets(tiles);
 }

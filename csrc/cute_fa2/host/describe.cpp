@@ -59,7 +59,7 @@ JsonObject as_json(const BwdEntrySm80& entry, DType dtype) {
   const BwdConfigSm80& config = entry.config;
   return JsonObject()
       .add("arch", "sm80")
-      .add("op", "bwd")
+      .add("op", dtype == DType::kFloat ? "bwd_fp32" : "bwd")
       .add("mask", "any")
       .add("head_dim", config.head_dim)
       .add("head_dim_v", config.head_dim_v)
@@ -176,10 +176,11 @@ std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceP
   const bool is_sm80 = plan.arch == Arch::kSm80;
   const bool is_large = plan.columns > 0;
   const auto large_tiles = large_bwd_tiles_sm80(bytes_of(params.dtype));
+  const auto tiles_sm80 = bwd_tiles_sm80(bytes_of(params.dtype));
   JsonObject json = is_large  ? as_json(large_tiles[plan.tile], params.dtype)
-                    : is_sm80 ? as_json(kBwdTilesSm80[plan.tile], params.dtype)
+                    : is_sm80 ? as_json(tiles_sm80[plan.tile], params.dtype)
                               : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
-  const int ctas_per_sm = is_sm80 && !is_large ? kBwdTilesSm80[plan.tile].ctas_per_sm : 1;
+  const int ctas_per_sm = is_sm80 && !is_large ? tiles_sm80[plan.tile].ctas_per_sm : 1;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   const int tiles = plan.order.tiles();
   return json

@@ -45,6 +45,12 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
     built_switch<kBuiltFp32HeadDims>(plan.columns, [&](auto columns) {
       launch_bwd_sm80_large<DType::kFloat, columns()>(plan, params, device, stream);
     });
+    if (plan.columns > 0) return;
+    built_switch<kBuiltFp32BwdHeadDims>(plan.head_dim, [&](auto head_dim) {
+      mask_switch(params.mask, [&](auto mask) {
+        launch_bwd_sm80<DType::kFloat, head_dim(), mask()>(plan, params, device, stream);
+      });
+    });
     return;
   }
   built_switch<kBuiltBwdColumns>(plan.columns, [&](auto columns) {

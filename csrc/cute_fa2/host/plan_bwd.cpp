@@ -154,9 +154,10 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
 }
 
 // Calls that have kernels of their own (sm80/bwd/large/): a CTA has a group of columns of one
-// gradient.
-bool is_large(const BwdParams& params, int head_dim) {
-  return head_dim > kLargeAbove || params.dtype == DType::kFloat;
+// gradient. In fp32 those serve what has no other tile, and a bias that is trained.
+bool is_large(const BwdParams& params, int head_dim, int tile) {
+  return head_dim > kLargeAbove ||
+         (params.dtype == DType::kFloat && (tile < 0 || params.dbias.data));
 }
 
 void plan_large(BwdPlan& plan, const BwdParams& params, int smem_limit,
@@ -183,15 +184,15 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
-  if (is_large(params, plan.head_dim)) {
+  plan.tile = select_bwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
+  if (is_large(params, plan.head_dim, plan.tile)) {
     plan_large(plan, params, limit, device);
     finish(plan, params, overrides, device);
     return plan;
   }
-  plan.tile = select_bwd_sm80(plan.head_dim, limit, bytes_of(params.dtype));
   if (plan.tile < 0) refuse_tile(params, limit);
   plan.bias_tile = plan.tile;
-  const BwdConfigSm80& config = kBwdTilesSm80[plan.tile].config;
+  const BwdConfigSm80& config = bwd_tiles_sm80(bytes_of(params.dtype))[plan.tile].config;
   plan.block_m = config.block_m;
   plan.block_n = config.block_n;
   count_blocks(plan, params);

@@ -42,16 +42,18 @@ using SmemLayoutFp32 = decltype(cute::tile_to_shape(
         cute::Swizzle<3, 2, 3>{},
         cute::Layout<cute::Shape<cute::_8, cute::_32>, cute::Stride<cute::_32, cute::_1>>{}),
     Shape{}));
-// Such rows as (columns, rows), the B operand of a product. Of 8 neighbouring rows the even ones
-// come first: then its loads by words touch all banks.
+// (columns, rows) -> (row, column). Of 8 neighbouring rows the even ones come first.
 template <class Shape>
-using SmemLayoutTransposedFp32 = decltype(cute::composition(
-    SmemLayoutFp32<Shape>{},
-    cute::Layout<
-        cute::Shape<decltype(cute::get<1>(Shape{})),
-                    cute::Shape<cute::_4, cute::_2, cute::Int<cute::size<0>(Shape{}) / 8>>>,
-        cute::Stride<decltype(cute::get<0>(Shape{})),
-                     cute::Stride<cute::_2, cute::_1, cute::_8>>>{}));
+using EvenRowsFirst =
+    cute::Layout<cute::Shape<decltype(cute::get<1>(Shape{})),
+                             cute::Shape<cute::_4, cute::_2, cute::Int<cute::size<0>(Shape{}) / 8>>>,
+                 cute::Stride<decltype(cute::get<0>(Shape{})),
+                              cute::Stride<cute::_2, cute::_1, cute::_8>>>;
+// Such rows as (columns, rows), an operand whose sums are over rows: in this order its loads by
+// words touch all banks.
+template <class Shape>
+using SmemLayoutTransposedFp32 =
+    decltype(cute::composition(SmemLayoutFp32<Shape>{}, EvenRowsFirst<Shape>{}));
 // Columns in this order, the A operand of that product, seen in their own order.
 template <class Shape>
 using SmemLayoutEvenFirstFp32 = decltype(cute::composition(
@@ -62,6 +64,10 @@ using SmemLayoutEvenFirstFp32 = decltype(cute::composition(
         cute::Stride<cute::_1, cute::Stride<cute::Int<4 * cute::size<0>(Shape{})>,
                                             decltype(cute::get<0>(Shape{})),
                                             cute::Int<8 * cute::size<0>(Shape{})>>>>{}));
+// The latter as (columns, rows), likewise.
+template <class Shape>
+using SmemLayoutEvenFirstTransposedFp32 =
+    decltype(cute::composition(SmemLayoutEvenFirstFp32<Shape>{}, EvenRowsFirst<Shape>{}));
 // (rows, columns) -> the same elements as (columns, rows)
 template <class Shape>
 using SmemLayoutTransposed = decltype(cute::composition(

@@ -3,6 +3,8 @@
 // entries for 99 KB, are in notes/sm80_backward.md.
 #pragma once
 
+#include <span>
+
 namespace flash_cute {
 
 // How `rows` x `columns` warps share a product.
@@ -70,10 +72,22 @@ inline constexpr BwdEntrySm80 kBwdTilesSm80[] = {
     {{256, 256, 32, 32, 1, {2, 2}, {2, 2}, {2, 2}}, 1},
 };
 
+// Of fp32, up to head dim 128: above, and where none fits, those of bwd_sm80_large.h serve.
+inline constexpr BwdEntrySm80 kBwdTilesFp32[] = {
+    {{64, 64, 64, 64, 1, {2, 2}, {2, 2}, {2, 2}}, 2},
+    {{64, 64, 64, 64, 1, {4, 2}, {4, 2}, {4, 2}}, 1},
+    {{128, 128, 64, 64, 1, {2, 4}, {2, 4}, {2, 4}}, 1},
+};
+
+constexpr std::span<const BwdEntrySm80> bwd_tiles_sm80(int element_bytes) {
+  if (element_bytes == 4) return kBwdTilesFp32;
+  return kBwdTilesSm80;
+}
+
 // The index of the entry that serves `head_dim` (a bucket), or -1.
 constexpr int select_bwd_sm80(int head_dim, int smem_per_cta, int element_bytes) {
   int index = 0;
-  for (const BwdEntrySm80& entry : kBwdTilesSm80) {
+  for (const BwdEntrySm80& entry : bwd_tiles_sm80(element_bytes)) {
     if (entry.config.head_dim == head_dim && entry.fits(smem_per_cta, element_bytes)) return index;
     ++index;
   }

@@ -51,7 +51,7 @@ inline constexpr LargeBwdEntrySm80 kLargeBwdTilesSm80[] = {
     {1024, {512, 3}},
 };
 
-// Of fp32: chunks of 16 KB at most. None timed.
+// Of fp32, where those of bwd_sm80.h do not serve: chunks of 16 KB at most. None timed.
 inline constexpr LargeBwdEntrySm80 kFp32BwdTilesSm80[] = {
     {64, {64, 3, 64, 32, 32}},
     {128, {128, 3, 64, 32, 32}},

@@ -71,8 +71,9 @@ void launch_bias_gradient_sm80(const BwdPlan& plan, const BwdParams& params, int
 template <DType kDType, int kHeadDim, MaskKind kMask>
 void launch_bwd_sm80(const BwdPlan& plan, const BwdParams& params, int device,
                      cudaStream_t stream) {
-  index_switch<std::size(kBwdTilesSm80)>(plan.tile, [&](auto index) {
-    constexpr BwdConfigSm80 kConfig = kBwdTilesSm80[index()].config;
+  constexpr auto kTiles = bwd_tiles_sm80(bytes_of(kDType));
+  index_switch<kTiles.size()>(plan.tile, [&](auto index) {
+    constexpr BwdConfigSm80 kConfig = bwd_tiles_sm80(bytes_of(kDType))[index()].config;
     if constexpr (kConfig.head_dim == kHeadDim) {
       sm80::launch_bwd<sm80::BwdTraits<kDType, kConfig>, kMask>(plan, params, device, stream);
     }

@@ -21,6 +21,7 @@
 #include "sm80/fragment.h"
 #include "sm80/gemm.h"
 #include "sm80/layouts.h"
+#include "sm80/tf32.h"
 
 namespace flash_cute::sm80 {
 
@@ -127,18 +128,24 @@ class BwdMainloop {
 
   template <class Shape>
   static CUTE_DEVICE auto tile(Element* data) {
-    return make_tensor(cute::make_smem_ptr(data), SmemLayout<Shape>{});
+    return make_tensor(cute::make_smem_ptr(data), typename Traits::template SmemLayout<Shape>{});
   }
   template <class Shape>
   static CUTE_DEVICE auto transposed(Element* data) {  // the same elements
-    return make_tensor(cute::make_smem_ptr(data), SmemLayoutTransposed<Shape>{});
+    return make_tensor(cute::make_smem_ptr(data),
+                       typename Traits::template SmemLayoutTransposed<Shape>{});
+  }
+  static CUTE_DEVICE auto stored(Element* p_or_ds) {  // (M, N)
+    return make_tensor(cute::make_smem_ptr(p_or_ds), typename Traits::SmemLayoutStored{});
+  }
+  static CUTE_DEVICE auto stored_transposed(Element* p_or_ds) {  // (N, M)
+    return make_tensor(cute::make_smem_ptr(p_or_ds),
+                       typename Traits::SmemLayoutStoredTransposed{});
   }
   CUTE_DEVICE auto sK() const { return tile<ShapeK>(smem_.k); }                           // (N, D)
   CUTE_DEVICE auto sV() const { return tile<ShapeV>(smem_.v); }                           // (N, Dv)
   CUTE_DEVICE auto sQ(int stage) const { return tile<ShapeQ>(smem_.q[stage]); }           // (M, D)
   CUTE_DEVICE auto sDout(int stage) const { return tile<ShapeDout>(smem_.dout[stage]); }  // (M, Dv)
-  CUTE_DEVICE auto sP() const { return tile<ShapeS>(smem_.p); }                           // (M, N)
-  CUTE_DEVICE auto sDs() const { return tile<ShapeS>(smem_.ds); }                         // (M, N)
 
   // Issues the copy of block `index` of a head's rows. Rows that do not exist become zeros.
   template <class Shape, class Target>
@@ -200,29 +207,29 @@ class BwdMainloop {
       auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
       change_scores(block, tSrS, derivatives);
       to_weights(row0, stage, tSrS);
-      store_shared(tSrS, sP());
+      store_shared(tSrS, stored(smem_.p));
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
     } else {
       to_weights(row0, stage, tSrS);
-      store_shared(tSrS, sP());
+      store_shared(tSrS, stored(smem_.p));
     }
     gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp);
     to_score_gradients(stage, tSrS, tSrDp);
-    store_shared(tSrDp, sDs());
+    store_shared(tSrDp, stored(smem_.ds));
     platform::sync_cta();  // P and dS are there, of all warps; fault: bwd-ds-barrier
 
-    accumulate(transposed<ShapeS>(smem_.p), transposed<ShapeDout>(smem_.dout[stage]), tdVrdV);
-    accumulate(transposed<ShapeS>(smem_.ds), transposed<ShapeQ>(smem_.q[stage]), tdKrdK);
+    accumulate(stored_transposed(smem_.p), transposed<ShapeDout>(smem_.dout[stage]), tdVrdV);
+    accumulate(stored_transposed(smem_.ds), transposed<ShapeQ>(smem_.q[stage]), tdKrdK);
     if constexpr (Traits::kStages == 1) {
       platform::sync_cta();  // all warps are done with Q and dO, which may be overwritten
       load_next(block, 0);
     }
     auto tdQrdQ = partition_fragment_C(TiledMmaDq{}, ShapeQ{});  // (4, MMA_M, D / 8)
     cute::clear(tdQrdQ);
-    smem_gemm<typename Traits::template LoadA<TiledMmaDq>,
-              typename Traits::template LoadTransposedB<TiledMmaDq>>(
-        TiledMmaDq{}, platform::rematerialize(thread_), sDs(), transposed<ShapeK>(smem_.k), tdQrdQ);
+    multiply<typename Traits::template LoadA<TiledMmaDq>,
+             typename Traits::template LoadTransposedB<TiledMmaDq>>(
+        TiledMmaDq{}, tile<ShapeS>(smem_.ds), transposed<ShapeK>(smem_.k), tdQrdQ);
     add_dq(block, tdQrdQ);
   }
 
@@ -232,20 +239,38 @@ class BwdMainloop {
     platform::commit_copies();
   }
 
+  // C += A B^T. In fp32 each k8 step from zero, as errors of dP - delta do not average out, and in
+  // a loop over two of them: in one piece, ptxas has too much on its way.
+  template <class LoadA, class LoadB, class TiledMma, class A, class B, class C>
+  CUTE_DEVICE void multiply(TiledMma mma, const A& sA, const B& sB, C& rC) const {
+    const unsigned thread = platform::rematerialize(thread_);
+    if constexpr (Traits::kIsFp32) {
+      using namespace cute;
+      CUTE_NO_UNROLL
+      for (int i = 0; i < size<1>(sA) / 16; ++i) {
+        staged_smem_gemm<LoadA, LoadB, 1, 1>(
+            mma, platform::rematerialize(thread, i),
+            local_tile(sA, make_shape(size<0>(sA), _16{}), make_coord(_0{}, i)),
+            local_tile(sB, make_shape(size<0>(sB), _16{}), make_coord(_0{}, i)), rC, DoNothing{});
+      }
+    } else {
+      smem_gemm<LoadA, LoadB>(mma, thread, sA, sB, rC);
+    }
+  }
+
   // C = A B^T
   template <class TiledMma, class A, class B, class C>
   CUTE_DEVICE void gemm_of_rows(const A& sA, const B& sB, C& rC) const {
     clear(rC);
-    smem_gemm<typename Traits::template LoadA<TiledMma>, typename Traits::template LoadB<TiledMma>>(
-        TiledMma{}, platform::rematerialize(thread_), sA, sB, rC);
+    multiply<typename Traits::template LoadA<TiledMma>, typename Traits::template LoadB<TiledMma>>(
+        TiledMma{}, sA, sB, rC);
   }
 
   // dK or dV += A B^T, where both lie transposed in shared memory.
   template <class A, class B, class C>
   CUTE_DEVICE void accumulate(const A& sA, const B& sB, C& rC) const {
-    smem_gemm<typename Traits::template LoadTransposedA<TiledMmaDkv>,
-              typename Traits::template LoadTransposedB<TiledMmaDkv>>(
-        TiledMmaDkv{}, platform::rematerialize(thread_), sA, sB, rC);
+    multiply<typename Traits::template LoadTransposedA<TiledMmaDkv>,
+             typename Traits::template LoadTransposedB<TiledMmaDkv>>(TiledMmaDkv{}, sA, sB, rC);
   }
 
   // (rows, columns) -> (row, key), in the tile
@@ -315,7 +340,7 @@ class BwdMainloop {
     }
   }
 
-  // To the 16-bit tile `to`, (M, N).
+  // To the tile `to`, (M, N).
   template <class S, class Target>
   CUTE_DEVICE void store_shared(const S& tSrS, Target&& to) const {
     using namespace cute;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/element.h"
 #include "common/platform.h"
@@ -26,6 +27,7 @@ struct BwdTraits {
   static constexpr int kThreads = kConfig.threads();
   static constexpr int kMinCtas = 1;
   static constexpr bool kStoresDq = kConfig.stores_dq();
+  static constexpr bool kIsFp32 = kDType == DType::kFloat;
 
   using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;
   using ShapeDout = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDimV>>;
@@ -49,6 +51,20 @@ struct BwdTraits {
   static_assert(divides<ShapeS>(kConfig.s_warps) && divides<ShapeK>(kConfig.dkv_warps) &&
                 divides<ShapeV>(kConfig.dkv_warps) && divides<ShapeQ>(kConfig.dq_warps));
 
+  template <class Shape>
+  using SmemLayout = std::conditional_t<kIsFp32, SmemLayoutFp32<Shape>, sm80::SmemLayout<Shape>>;
+  // The same elements as (columns, rows), to be summed over rows.
+  template <class Shape>
+  using SmemLayoutTransposed = std::conditional_t<kIsFp32, SmemLayoutTransposedFp32<Shape>,
+                                                  sm80::SmemLayoutTransposed<Shape>>;
+  // P and dS as they are stored, and so transposed. In fp32 their columns lie in the order of K's
+  // rows, when dQ is summed.
+  using SmemLayoutStored =
+      std::conditional_t<kIsFp32, SmemLayoutEvenFirstFp32<ShapeS>, sm80::SmemLayout<ShapeS>>;
+  using SmemLayoutStoredTransposed =
+      std::conditional_t<kIsFp32, SmemLayoutEvenFirstTransposedFp32<ShapeS>,
+                         sm80::SmemLayoutTransposed<ShapeS>>;
+
   struct SharedMemory {
     alignas(128) Element k[cute::size(ShapeK{})];
     alignas(128) Element v[cute::size(ShapeV{})];
@@ -66,9 +82,15 @@ struct BwdTraits {
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
   template <int kColumns>
-  using GmemCopy = GmemTiledCopy<platform::CopyGlobalToShared, Element, kThreads, strip(kColumns)>;
+  using GmemCopy = GmemTiledCopy<platform::CopyGlobalToShared, Element, kThreads,
+                                 kIsFp32 ? 32 : strip(kColumns)>;
 
   // Operands of a tiled MMA by ldmatrix, from rows of shared memory or (transposed) from columns.
+  // In fp32 those by words: ldmatrix would tear them apart.
+  using TransposedCopy =
+      cute::Copy_Atom<std::conditional_t<kIsFp32, cute::UniversalCopy<uint32_t>,
+                                         platform::LoadMatrixTransposed>,
+                      Element>;
   template <class TiledMma>
   using LoadA = decltype(cute::make_tiled_copy_A(cute::Copy_Atom<platform::LoadMatrix, Element>{},
                                                  TiledMma{}));
@@ -76,11 +98,9 @@ struct BwdTraits {
   using LoadB = decltype(cute::make_tiled_copy_B(cute::Copy_Atom<platform::LoadMatrix, Element>{},
                                                  TiledMma{}));
   template <class TiledMma>
-  using LoadTransposedA = decltype(cute::make_tiled_copy_A(
-      cute::Copy_Atom<platform::LoadMatrixTransposed, Element>{}, TiledMma{}));
+  using LoadTransposedA = decltype(cute::make_tiled_copy_A(TransposedCopy{}, TiledMma{}));
   template <class TiledMma>
-  using LoadTransposedB = decltype(cute::make_tiled_copy_B(
-      cute::Copy_Atom<platform::LoadMatrixTransposed, Element>{}, TiledMma{}));
+  using LoadTransposedB = decltype(cute::make_tiled_copy_B(TransposedCopy{}, TiledMma{}));
   using StoreS = decltype(cute::make_tiled_copy_C(
       cute::Copy_Atom<cute::UniversalCopy<uint32_t>, Element>{}, TiledMmaS{}));
 };
