@@ -38,6 +38,7 @@ CONFIG = {
     ("sm90", "dq"): ("head_dim", "head_dim_v", "consumers", "block_n", "k_stages", "v_stages"),
 }
 CONFIG["sm80", "fwd_fp32"] = CONFIG["sm80", "fwd"]
+CONFIG["sm80", "bwd_fp32"] = CONFIG["sm80", "bwd"]
 CONFIG["sm80", "large_fp32"] = CONFIG["sm80", "large"]
 #: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV. In
 #: the end the kind of mask.
@@ -121,7 +122,7 @@ class Kernel:
 
 def op_of(entry: dict[str, Any]) -> str:
     """Of an entry of the tile table: its op, but "large" of the backward above head dim 256, and
-    "large_fp32" of fp32's."""
+    "large_fp32" of such kernels of fp32."""
     op = str(entry["op"])
     return op.replace("bwd", "large") if "columns" in entry else op
 

@@ -44,6 +44,10 @@ INSTRUCTIONS = {
         *(r"LDSM\.16\.M88\.4", r"LDSM\.16\.MT88\.4", r"LDGSTS\.E\.BYPASS\S*\.128", "HMMA"),
         *(r"MUFU\.EX2", r"REDG?\.E\.ADD\.F32"),
     ),
+    ("sm80", "bwd_fp32"): (
+        *("LDSM", r"LDGSTS\.E\.BYPASS\S*\.128", r"HMMA\.1688\.F32\.TF32", r"MUFU\.EX2"),
+        r"REDG?\.E\.ADD\.F32",
+    ),
     ("sm80", "large"): (
         *(r"LDSM\.16\.M88\.4", r"LDSM\.16\.MT88\.4", r"LDGSTS\.E\.BYPASS\S*\.128", "HMMA"),
         r"MUFU\.EX2",
@@ -166,7 +170,7 @@ def test_no_division(kernels: list[Kernel]) -> None:
     share the heads of a group."""
     for kernel in kernels:
         text = kernel.text
-        if (kernel.arch, kernel.op) == ("sm80", "bwd"):
+        if kernel.arch == "sm80" and kernel.op.startswith("bwd"):
             text = text[: text.rindex("HMMA")]
         assert not re.search(r"\bI2F\.(\w+\.)*RP\b", text), kernel
 
@@ -199,8 +203,11 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
         config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+")
         counts = Counter(tile for name, _ in found for tile in config.findall(name)[:1])
         assert (counts.total() < len(found)) == ("sm_90a" in ARCHS)
-        tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
-        assert len(counts) == HALF_DTYPES * len(tiles)
+        of_op = [
+            {tile_of(entry) for code in codes for entry in entries_of(code, op)}
+            for op in ("bwd", "bwd_fp32")
+        ]
+        assert len(counts) == HALF_DTYPES * len(of_op[0]) + len(of_op[1])
         assert {count / len(codes) for count in counts.values()} <= {1, 2}
     else:
         dtypes = 3 if kind in ("Combine", "Preprocess") else 1

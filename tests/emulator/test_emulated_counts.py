@@ -29,8 +29,18 @@ BWD_OPS = "bwd", "bwd_fp32"
 BWD_TILES = [
     (tile, limit) for limit in LIMITS for op in BWD_OPS for tile in ops.tiles_for(limit, op)
 ]
-BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" not in t}
-LARGE_BWD = {f"{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" in t}
+BWD = {
+    f"{t['op']}-{name_of(t)}-{t['stages']}": (t, lim) for t, lim in BWD_TILES if "columns" not in t
+}
+# Of fp32 they serve where no other fits.
+LARGE_BWD = {
+    f"{t['op']}-{name_of(t)}-{t['stages']}": (
+        t,
+        t["smem_bytes"] if t["op"] == "bwd_fp32" else limit,
+    )
+    for t, limit in BWD_TILES
+    if "columns" in t
+}
 SM90 = {
     f"{name_of(tile)}-{mask}": (tile, mask)
     for tile in ops.build_info()["tiles"]
@@ -134,18 +144,22 @@ def test_backward(sm80, name):
     tile, smem_limit = BWD[name]
     blocks_q, blocks_k = 2, 2
     m, n, d = blocks_q * tile["block_m"], blocks_k * tile["block_n"], tile["head_dim"]
-    inputs = list(inputs_of(1, 1, m, d, len_k=n))
+    is_fp32 = tile["op"] == "bwd_fp32"
+    dtype = torch.float32 if is_fp32 else torch.bfloat16
+    inputs = list(map(poisoned, random_inputs(1, 1, m, d, len_k=n, dtype=dtype)))
     counters = sm80.check_backward(*inputs, smem_limit=smem_limit)[1]
 
     assert counters.bank_conflicts() == 0
-    # Five gemms, in MMAs of 16 x 8 x 16.
-    assert counters.mma == 5 * m * n * d // (16 * 8 * 16)
+    # Five gemms, in MMAs of 16 x 8 x 16; in fp32 three times as many, of 16 x 8 x 8.
+    assert counters.mma == 5 * m * n * d // (16 * 8 * 16) * (6 if is_fp32 else 1)
     # In chunks of 16 bytes: K and V once; Q and dO, and the statistics of two rows, once for each
     # block of keys. In words: dQ's sums and the LSE. And ahead of all, O and dO: in chunks, but g++
     # makes elements of them.
-    chunks = (2 * n * d + blocks_k * 2 * m * d) // 8 + blocks_k * m // 2
+    elements = 4 if is_fp32 else 8  # of a chunk
+    chunks = (2 * n * d + blocks_k * 2 * m * d) // elements + blocks_k * m // 2
     words = m * d + m
-    assert 8 * (counters.global_reads_16 - chunks) + counters.global_reads - words == 2 * m * d
+    ahead = counters.global_reads_16 - chunks
+    assert elements * ahead + counters.global_reads - words == 2 * m * d
     # To dQ, which begins as zeros, each block of keys adds.
     assert counters.global_reductions == blocks_k * m * d
     assert counters.global_writes_16 == m * d // 4

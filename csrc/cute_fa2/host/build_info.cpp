@@ -121,8 +121,10 @@ std::string tiles_for(int64_t smem_per_cta) {
     if (fwd >= 0) append(tiles, as_json(kFwdTilesFp32[fwd], DType::kFloat).str());
     const int bwd = select_bwd_sm80(head_dim, limit, fp32_bytes);
     if (bwd >= 0) append(tiles, as_json(kBwdTilesFp32[bwd], DType::kFloat).str());
-    const int large = select_bwd_sm80_large(head_dim, limit, fp32_bytes);
-    if (large >= 0) append(tiles, as_json(kFp32BwdTilesSm80[large], DType::kFloat).str());
+  }
+  for (int head_dim : kBuiltFp32HeadDims) {
+    const int bwd = select_bwd_sm80_large(head_dim, limit, bytes_of(DType::kFloat));
+    if (bwd >= 0) append(tiles, as_json(kFp32BwdTilesSm80[bwd], DType::kFloat).str());
   }
   return in_brackets(tiles);
 }

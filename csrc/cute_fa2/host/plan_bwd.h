@@ -47,8 +47,8 @@ struct BwdPlan {
   int head_dim;              // that the kernel was built for
   int tile;                  // index of the entry in the arch's tile table
   int bias_tile;             // of sm80's, that of a bias's gradient
-  int columns;               // of a gradient that a tile has, if it is one of sm80/bwd/large/, which
-                             // have a table of their own; else 0
+  int columns;  // of a gradient that a tile has, if it is one of sm80/bwd/large/, which
+                // have a table of their own; else 0
   int block_m;
   int block_n;
   DqBy dq_by;

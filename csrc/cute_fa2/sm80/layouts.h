@@ -44,11 +44,10 @@ using SmemLayoutFp32 = decltype(cute::tile_to_shape(
     Shape{}));
 // (columns, rows) -> (row, column). Of 8 neighbouring rows the even ones come first.
 template <class Shape>
-using EvenRowsFirst =
-    cute::Layout<cute::Shape<decltype(cute::get<1>(Shape{})),
-                             cute::Shape<cute::_4, cute::_2, cute::Int<cute::size<0>(Shape{}) / 8>>>,
-                 cute::Stride<decltype(cute::get<0>(Shape{})),
-                              cute::Stride<cute::_2, cute::_1, cute::_8>>>;
+using EvenRowsFirst = cute::Layout<
+    cute::Shape<decltype(cute::get<1>(Shape{})),
+                cute::Shape<cute::_4, cute::_2, cute::Int<cute::size<0>(Shape{}) / 8>>>,
+    cute::Stride<decltype(cute::get<0>(Shape{})), cute::Stride<cute::_2, cute::_1, cute::_8>>>;
 // Such rows as (columns, rows), an operand whose sums are over rows: in this order its loads by
 // words touch all banks.
 template <class Shape>

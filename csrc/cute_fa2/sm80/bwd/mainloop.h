@@ -139,8 +139,7 @@ class BwdMainloop {
     return make_tensor(cute::make_smem_ptr(p_or_ds), typename Traits::SmemLayoutStored{});
   }
   static CUTE_DEVICE auto stored_transposed(Element* p_or_ds) {  // (N, M)
-    return make_tensor(cute::make_smem_ptr(p_or_ds),
-                       typename Traits::SmemLayoutStoredTransposed{});
+    return make_tensor(cute::make_smem_ptr(p_or_ds), typename Traits::SmemLayoutStoredTransposed{});
   }
   CUTE_DEVICE auto sK() const { return tile<ShapeK>(smem_.k); }                           // (N, D)
   CUTE_DEVICE auto sV() const { return tile<ShapeV>(smem_.v); }                           // (N, Dv)

@@ -87,10 +87,9 @@ struct BwdTraits {
 
   // Operands of a tiled MMA by ldmatrix, from rows of shared memory or (transposed) from columns.
   // In fp32 those by words: ldmatrix would tear them apart.
-  using TransposedCopy =
-      cute::Copy_Atom<std::conditional_t<kIsFp32, cute::UniversalCopy<uint32_t>,
-                                         platform::LoadMatrixTransposed>,
-                      Element>;
+  using TransposedCopy = cute::Copy_Atom<
+      std::conditional_t<kIsFp32, cute::UniversalCopy<uint32_t>, platform::LoadMatrixTransposed>,
+      Element>;
   template <class TiledMma>
   using LoadA = decltype(cute::make_tiled_copy_A(cute::Copy_Atom<platform::LoadMatrix, Element>{},
                                                  TiledMma{}));
