@@ -57,10 +57,8 @@ def refusal(
     for name, x in tensors:
         if not isinstance(x, Tensor):
             return TypeError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
-        if x.is_nested or x.layout != torch.strided:
-            kind = "nested" if x.is_nested else name_of(x.layout)
-            mend = "pad it" if x.is_nested else "call to_dense()"
-            return TypeError(f"{name} is a {kind} tensor: it must be dense; {mend}, or use {SDPA}")
+        if (error := refusal_of_layout(name, x)) is not None:
+            return error
         if x.dim() != (3 if is_packed else 4):
             dims = (
                 "3 dimensions, (tokens, heads, head dim), as cu_seqlens_q is given"
@@ -125,6 +123,14 @@ def refusal(
         allowed = "True, False, or None for torch.are_deterministic_algorithms_enabled()"
         return TypeError(f"deterministic is {shown(deterministic)}: it must be {allowed}")
     return None if arch is None else _refusal_of_arch(arch, q.device)
+
+
+def refusal_of_layout(name: str, x: Tensor) -> Exception | None:
+    """As `refusal`, if a tensor is nested or sparse."""
+    if not x.is_nested and x.layout == torch.strided:
+        return None
+    kind, mend = ("nested", "pad it") if x.is_nested else (name_of(x.layout), "call to_dense()")
+    return TypeError(f"{name} is a {kind} tensor: it must be dense; {mend}, or use {SDPA}")
 
 
 def max_head_dim(device_type: str, dtype: torch.dtype) -> int:

@@ -76,9 +76,10 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """`flash_attn_func` of qkv: (B, N, 3, H, D); or (B, N, Hq + 2 * Hkv, D), where Hq is
     num_heads_q."""
-    if qkv.dim() == 5:
+    if isinstance(qkv, Tensor) and qkv.dim() == 5:
+        layouts.check_dims("(B, N, 3, H, D)", qkv=qkv)
         q, k, v = qkv.unbind(2)
-    elif num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+    elif num_heads_q is not None and qkv.dim() == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0:
         heads_kv = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
     else:
@@ -168,7 +169,8 @@ def flash_attn_with_kvcache(
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk, page_table=page_table)
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cu_seqlens_k_new=cu_seqlens_k_new)
-    k_cache, v_cache, used = append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
+    layouts.check_dims("(B, N, H, D)" if cu_seqlens_q is None else "(T, H, D)", q=q)
+    k_cache, v_cache, used = append(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     options = layouts.options_of(
         causal, softmax_scale, window_size, softcap, seqused_k=used, key_start=cache_leftpad
     )

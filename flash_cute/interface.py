@@ -102,8 +102,8 @@ def forward(
         TypeError: an argument's type or dtype is not one of those above.
         ValueError: shapes or devices do not go together, the scale is NaN or infinite, the softcap
             is too in float32, or below 0, a side of the window is below -1, alibi_slopes requires a
-            gradient, or out is given where one is asked for, or the GPU is too old, or not one that
-            runs `arch`.
+            gradient, or out is expanded or given where one is asked for, or the GPU is too old, or
+            not one that runs `arch`.
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this dtype or scale.

@@ -7,13 +7,15 @@ T).
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import ops
+from flash_cute import checks, ops
 
 Window = tuple[int | None, int | None]
 
@@ -37,8 +39,23 @@ def refuse(**options: Any) -> None:
         raise NotImplementedError(f"{name} is {shown}: {instead}")
 
 
+def check_dims(shape: str, **tensors: Any) -> None:
+    """Raises a TypeError or ValueError for the first that has not this shape, in letters, which may
+    be anything, and numbers."""
+    sizes = shape.strip("()").split(", ")
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is {checks.shown(x)}: it must be a torch.Tensor")
+        if x.dim() != len(sizes) or any(
+            size.isdigit() and int(size) != n for size, n in zip(sizes, x.shape, strict=True)
+        ):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
+
+
 def check_head_dims(q: Tensor, v: Tensor) -> None:
     """Raises a ValueError if they differ: FlashAttention-2 has one, other functions take two."""
+    if not isinstance(q, Tensor) or not isinstance(v, Tensor) or not q.dim() == v.dim() > 0:
+        return  # what follows refuses them
     if q.shape[-1] != v.shape[-1]:
         raise ValueError(
             f"v has head dim {v.shape[-1]} and q has {q.shape[-1]}: FlashAttention-2's must be "
@@ -57,17 +74,26 @@ def options_of(
     """The keywords of `forward` and `forward_varlen`. A plain call gets plain ones: that is its
     fastest way."""
     options: dict[str, Any] = {"is_causal": causal, "softmax_scale": softmax_scale}
-    window = tuple(-1 if side is None or side < 0 else side for side in window_size)
-    if window != (-1, -1):
-        # Tensors of one element are numbers too, for these packages.
-        sides = (int(side) if isinstance(side, Tensor) else side for side in window)
-        options["window_size"] = tuple(sides)
+    window: Any = window_size
+    if isinstance(window, (tuple, list)) or (isinstance(window, Tensor) and window.dim() == 1):
+        window = tuple(_side(side) for side in window)
+    if not isinstance(window, tuple) or window != (-1, -1):
+        options["window_size"] = window
     if softcap:
         options["softcap"] = softcap
     if deterministic:
         options["deterministic"] = True
     options.update((name, x) for name, x in tensors.items() if x is not None)
     return options
+
+
+def _side(x: Any) -> Any:
+    """A side of a window, -1 if it is open. Tensors of one element are numbers too, for these
+    packages."""
+    if isinstance(x, numbers.Integral) or (isinstance(x, Tensor) and x.numel() == 1):
+        x = int(x)
+    is_number = isinstance(x, (int, torch.SymInt))
+    return -1 if x is None or (is_number and x < 0) else x
 
 
 def heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -77,6 +103,8 @@ def heads_first(*tensors: Tensor) -> list[Tensor]:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """`forward` of (B, N, H, D)."""
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+        check_dims("(B, N, H, D)", q=q, k=k, v=v)
     q, k, v = heads_first(q, k, v)
     out, lse = flash_cute.forward(q, k, v, **options)
     return out.transpose(1, 2), lse

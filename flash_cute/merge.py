@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_cute import checks
+
 
 def merge(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, learnable_sink: Tensor | None = None
@@ -32,8 +34,9 @@ def merge(
     made of PyTorch's operations.
 
     Raises:
-        TypeError: outs or lses are no sequences of tensors, or dtypes do not go together.
-        ValueError: there is no part, or not as many of both, or shapes do not go together.
+        TypeError: outs or lses are no sequences of dense tensors, or dtypes do not go together.
+        ValueError: there is no part, or not as many of both, or shapes or devices do not go
+            together.
     """
     error = _refusal(outs, lses, learnable_sink)
     if error is not None:
@@ -66,31 +69,42 @@ def merge(
 def _refusal(
     outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None
 ) -> Exception | None:
+    given: dict[str, Tensor] = {}
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)) or not all(isinstance(x, Tensor) for x in parts):
             return TypeError(f"{name} must be a list or tuple of tensors")
+        given.update((f"{name}[{i}]", x) for i, x in enumerate(parts))
     if len(outs) != len(lses) or not outs:
         return ValueError(
             f"outs has {len(outs)} tensors and lses {len(lses)}: it must be as many, and one at "
             "least"
         )
+    if sink is not None:
+        if not isinstance(sink, Tensor):
+            kind = type(sink).__name__
+            return TypeError(f"learnable_sink is a {kind}: it must be a torch.Tensor or None")
+        given["learnable_sink"] = sink
+    for name, x in given.items():
+        if (error := checks.refusal_of_layout(name, x)) is not None:
+            return error
+        if x.device != outs[0].device:
+            devices = f"{name} is on {x.device} and outs[0] on {outs[0].device}"
+            return ValueError(f"{devices}: they must be on the same device")
+
     shape = outs[0].shape
     if len(shape) not in (3, 4):
         return ValueError(
             f"outs[0] has shape {tuple(shape)}: it must be (B, H, N, Dv) or packed (T, H, Dv)"
         )
     lse_shape = shape[:3] if len(shape) == 4 else torch.Size((shape[1], shape[0]))
-    for name, parts, wanted in (("outs", outs, shape), ("lses", lses, lse_shape)):
-        for i, x in enumerate(parts):
-            if x.shape != wanted:
-                return ValueError(
-                    f"{name}[{i}] has shape {tuple(x.shape)}: it must be {tuple(wanted)}"
-                )
-            if x.dtype != parts[0].dtype or not x.is_floating_point():
-                return TypeError(
-                    f"{name}[{i}] is {x.dtype} and {name}[0] is {parts[0].dtype}: they must have "
-                    "the same floating-point dtype"
-                )
-    if sink is not None and (not isinstance(sink, Tensor) or sink.shape != shape[1:2]):
-        return ValueError(f"learnable_sink must be a tensor of shape ({shape[1]},)")
+    alike = {"outs": (outs[0].dtype, shape), "lses": (lses[0].dtype, lse_shape)}
+    for name, x in given.items():
+        dtype, wanted = alike.get(name[:4], (x.dtype, shape[1:2]))
+        if x.shape != wanted:
+            return ValueError(f"{name} has shape {tuple(x.shape)}: it must be {tuple(wanted)}")
+        if x.dtype != dtype or not x.is_floating_point():
+            return TypeError(
+                f"{name} is {checks.name_of(x.dtype)}: it must be "
+                + (checks.name_of(dtype) if x.dtype != dtype else "floating-point")
+            )
     return None

@@ -93,12 +93,16 @@ class Tile(TileOfAnyArch, total=False):
     # sm90's forward only.
     split_kv: int  #: 1 if it serves split-KV, else 0
     packed: int  #: 1 if it serves packed and padded sequences, else 0
+    bias: int  #: 1 if it serves a bias, else 0
     ping_pong: int  #: 1 if consumers issue their products in turns, else 0
     q_stages: int  #: query tiles in shared memory
     producer_registers: int  #: registers of a thread in the warpgroup that loads
     consumer_registers: int  #: and in those that compute
     column_groups: int  #: consumers that share rows; above 1 another warpgroup computes scores,
     scores_registers: int  #: with so many registers, else 0
+    # sm90's kernel of q's gradient only.
+    k_stages: int  #: blocks of K in shared memory
+    v_stages: int  #: and of V
 
 
 class BuildInfo(TypedDict):

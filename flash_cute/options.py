@@ -43,6 +43,8 @@ def refusal_of_tensors(q: Tensor, k: Tensor, tensors: dict[str, Tensor | None]) 
     for name, x in given.items():
         if not isinstance(x, Tensor):
             return TypeError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None")
+        if (error := checks.refusal_of_layout(name, x)) is not None:
+            return error
         if x.device != q.device:
             return ValueError(f"{name} is on {x.device} and q on {q.device}: they must be the same")
         dtypes = _dtypes(name, q.dtype)
@@ -165,6 +167,8 @@ def refusal_of_out(q: Tensor, v: Tensor, out: Any) -> Exception | None:
     """As `checks.refusal`, of an `out` that is not None."""
     if not isinstance(out, Tensor):
         return TypeError(f"out is a {type(out).__name__}: it must be a torch.Tensor or None")
+    if (error := checks.refusal_of_layout("out", out)) is not None:
+        return error
     if out.shape != checks.out_shape(q, v):
         return _wrong_shape("out", out, f"{checks.out_shape(q, v)}: q's, with v's head dim")
     if out.dtype != q.dtype:
@@ -172,6 +176,8 @@ def refusal_of_out(q: Tensor, v: Tensor, out: Any) -> Exception | None:
         return TypeError(f"{dtypes}: they must have the same dtype")
     if out.device != q.device:
         return ValueError(f"out is on {out.device} and q on {q.device}: they must be the same")
+    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
+        return ValueError(f"out has strides {out.stride()}: it must not be expanded")
     if out.requires_grad and torch.is_grad_enabled():
         return ValueError("out requires a gradient: it must not, as it is written")
     return None

@@ -84,7 +84,8 @@ UNSEEN = {
     *("op", "mask", "column_warps", "max_registers", "split_kv", "q_stages"),
     *("k_columns", "v_keys", "v_columns", "columns"),
     *("ping_pong", "producer_registers", "consumer_registers", "rows_per_query"),
-    *("column_groups", "scores_registers"),
+    *("column_groups", "scores_registers", "packed", "bias", "dense_only"),
+    *("chunk_columns", "chunk_rows"),
 }
 
 

@@ -218,11 +218,21 @@ def test_cache(module: Any, device: str) -> None:
     short = module.flash_attn_with_kvcache(q, keys[:2], values[:2], cache_seqlens=9)
     expected = module.flash_attn_with_kvcache(q, keys[:2, :9], values[:2, :9])
     torch.testing.assert_close(short, expected, **tolerance)
-    for wrong, match in (({"v": None}, "of k and v one is None"), ({}, "cache_seqlens is None")):
-        with pytest.raises(ValueError, match=match):
-            module.flash_attn_with_kvcache(
-                q, keys[:2], values[:2], **{"k": k_new, "v": v_new, **wrong}
-            )
+    # What is wrong is refused before it writes.
+    right = {"q": q, "k_cache": k_cache[:2], "v_cache": v_cache[:2], "k": k_new, "v": v_new}
+    for wrong, match in (
+        ({"v": None}, "of k and v one is None"),
+        ({}, "cache_seqlens is None"),
+        ({"cache_seqlens": lengths.float()}, "cache_seqlens is float32: .* int32"),
+        ({"cache_seqlens": 12}, "cache_seqlens is 12: it must be 0 to 11"),
+        ({"cache_seqlens": 9, "q": q[:, :, :3]}, "q has 3 heads and k and v have 2"),
+        ({"cache_seqlens": 9, "v": v_new.double()}, "v is float64 on .* as v_cache"),
+        ({"cache_seqlens": 9, "k": k_new[:, :, :1]}, r"k has shape \(2, 3, 1, 16\)"),
+        ({"q": q[0]}, r"q has shape \(3, 4, 16\): it must be \(B, N, H, D\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            module.flash_attn_with_kvcache(**right | wrong)
+    assert torch.equal(k_cache, keys) and torch.equal(v_cache, values)
 
 
 def test_compile() -> None:
@@ -263,6 +273,25 @@ def test_what_is_not_served_raises(
 ) -> None:
     with pytest.raises(NotImplementedError, match=match):
         call(*torch.ones(3, 1, 8, 2, 16), **option)
+
+
+@pytest.mark.parametrize(
+    "call, arguments, error, match",
+    [
+        (fa2.flash_attn_func, [torch.ones(8, 2, 16)] * 3, ValueError, r"q has .*\(B, N, H, D\)"),
+        (fa3.flash_attn_func, [None] * 3, TypeError, "q is a NoneType .*torch.Tensor"),
+        (fa2.flash_attn_qkvpacked_func, [torch.ones(1, 8, 2, 2, 16)], ValueError, r"\(B, N, 3, H"),
+        (
+            fa3.flash_attn_func, [*torch.ones(3, 1, 8, 2, 16), None, False, *[None] * 4, 3],
+            TypeError, r"window_size is an int \(3\): it must be a pair",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals_name_what_was_given(
+    call: Callable[..., Any], arguments: list[Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        call(*arguments)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -87,7 +87,11 @@ def test_merge_keeps_what_nobody_saw_out():
         ([torch.ones(3, 2, 4)], [torch.ones(3, 2)], ValueError, r"lses\[0\] .*must be \(2, 3\)"),
         (
             [torch.ones(3, 2, 4), torch.ones(3, 2, 4).half()], [torch.ones(2, 3)] * 2,
-            TypeError, r"outs\[1\] is torch.float16",
+            TypeError, r"outs\[1\] is float16: it must be float32",
+        ),
+        (
+            [torch.ones(3, 2, 4)], [torch.ones(2, 3, device="meta")],
+            ValueError, r"lses\[0\] is on meta and outs\[0\] on cpu",
         ),
     ],
 )  # fmt: skip

@@ -280,6 +280,12 @@ REFUSALS = {
         {"out": torch.empty(2, 4, 8, 16), "v": torch.empty(2, 2, 8, 24)}, ValueError,
         r"out has shape .* must be \(2, 4, 8, 24\): .* v's head dim",
     ),
+    "sparse bias": (
+        {"bias": torch.ones(1, 1, 8, 8).to_sparse()}, TypeError, "bias is a sparse_coo tensor"
+    ),
+    "expanded out": (
+        {"out": torch.empty(1, 1, 8, 16).expand(2, 4, 8, 16)}, ValueError, "out has strides"
+    ),
     "out's dtype": ({"out": torch.empty(2, 4, 8, 16).half()}, TypeError, "out is float16 and q is"),
     "out elsewhere": (
         {"out": torch.empty(2, 4, 8, 16, device="meta")}, ValueError, "out is on meta and q on cpu"

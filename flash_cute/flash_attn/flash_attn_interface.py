@@ -22,17 +22,20 @@ memory. softmax_lse is (B, Hq, Nq), packed (Hq, T), fp32.
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
-from flash_cute import layouts
+from flash_cute import checks, layouts
 from flash_cute.flash_attn._private import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from flash_cute.layouts import Window, check_head_dims, refuse
+from flash_cute.layouts import Window, check_dims, check_head_dims, refuse
+from flash_cute.transforms import autocast
 
 # The package has the private functions as custom ops besides. `forward` is one already.
 _wrapped_flash_attn_forward = _flash_attn_forward
@@ -84,6 +87,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` of kv (B, Nk, 2, Hkv, D)."""
+    check_dims("(B, N, 2, H, D)", kv=kv)
     k, v = kv.unbind(2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -103,6 +107,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` of qkv (B, N, 3, H, D)."""
+    check_dims("(B, N, 3, H, D)", qkv=qkv)
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -158,6 +163,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of kv (Tk, 2, Hkv, D)."""
+    check_dims("(T, 2, H, D)", kv=kv)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
@@ -179,6 +185,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
+    check_dims("(T, 3, H, D)", qkv=qkv)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale,
@@ -223,8 +230,9 @@ def flash_attn_with_kvcache(
         for the GPU.
     """
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
+    check_dims("(B, N, H, D)", q=q)
     check_head_dims(q, v_cache)
-    k_cache, v_cache, used = append(k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
+    k_cache, v_cache, used = append(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     options = layouts.options_of(
         causal, softmax_scale, window_size, softcap,
         alibi_slopes=alibi_slopes, seqused_k=used, key_start=cache_leftpad,
@@ -234,6 +242,7 @@ def flash_attn_with_kvcache(
 
 
 def append(
+    q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     k: Tensor | None,
@@ -241,22 +250,30 @@ def append(
     cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Writes k and v into the caches. Returns the caches of q's sequences, and their lengths (B,)
-    int32, or None where all is used."""
+    """Writes k and v into the caches, once all fits q. Returns the caches of q's sequences, and
+    their lengths (B,) int32, or None where all is used."""
+    check_dims("(B, N, H, D)", k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError("of k and v one is None: both must be given, or none")
     rows = cache_batch_idx
     if rows is None:
         rows = torch.arange(k_cache.shape[0], device=k_cache.device)
+    _check_integers("cache_batch_idx", rows)
     used = cache_seqlens
-    if isinstance(used, int):
-        used = torch.full(rows.shape, used, dtype=torch.int32, device=k_cache.device)
+    if isinstance(used, (int, numbers.Integral)):
+        used = torch.full(rows.shape, int(used), dtype=torch.int32, device=k_cache.device)
+    if used is not None:
+        _check_integers("cache_seqlens", used)
+        if used.shape != rows.shape:
+            shape = tuple(used.shape)
+            raise ValueError(f"cache_seqlens has shape {shape}: it must be {tuple(rows.shape)}")
     if k is not None and v is not None:
         if used is None:
             raise ValueError("k is given and cache_seqlens is None: it says where k goes")
-        if k.shape[:2] != v.shape[:2] or k.shape[0] != rows.shape[0]:
-            shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
-            raise ValueError(f"{shapes}: they must have {rows.shape[0]} sequences, of one length")
+        _check_new(q, k, v, k_cache, v_cache, rows.shape[0])
+        room = k_cache.shape[1] - k.shape[1]
+        if isinstance(cache_seqlens, numbers.Integral) and not 0 <= cache_seqlens <= room:
+            raise ValueError(f"cache_seqlens is {cache_seqlens}: it must be 0 to {room}")
         tokens = used[:, None] + torch.arange(k.shape[1], device=k_cache.device)
         k_cache[rows[:, None], tokens] = k
         v_cache[rows[:, None], tokens] = v
@@ -264,3 +281,35 @@ def append(
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     return k_cache, v_cache, None if used is None else used.int()
+
+
+def _check_integers(name: str, x: object) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        kind = checks.name_of(x.dtype) if isinstance(x, Tensor) else checks.shown(x)
+        raise TypeError(f"{name} is {kind}: it must be an int32 or int64 tensor")
+
+
+def _check_new(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int
+) -> None:
+    """Raises a TypeError or ValueError if k and v do not fit the caches, or q does not fit them."""
+    check_dims("(B, N, H, D)", k=k, v=v)
+    if k.shape[:2] != v.shape[:2] or k.shape[0] != batch:
+        shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
+        raise ValueError(f"{shapes}: they must have {batch} sequences, of one length")
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x.shape[2:] != cache.shape[2:]:
+            wanted = f"its heads and head dim must be the cache's, {tuple(cache.shape[2:])}"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: {wanted}")
+        if x.dtype != cache.dtype or x.device != cache.device:
+            wanted = f"{checks.name_of(cache.dtype)} on {cache.device}, as {name}_cache"
+            given = f"{checks.name_of(x.dtype)} on {x.device}"
+            raise TypeError(f"{name} is {given}: it must be {wanted}")
+    is_packed = q.dim() == 3
+    q, k, v = (autocast(x) for x in (q, k, v))
+    if is_packed:
+        error = checks.refusal(q, k.flatten(0, 1), v.flatten(0, 1), is_packed=True)
+    else:
+        error = checks.refusal(*layouts.heads_first(q, k, v))
+    if error is not None:
+        raise error
