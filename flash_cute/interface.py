@@ -132,9 +132,9 @@ def forward(
         and _functorch_level() is None
         and not _has_function_mode()
     ):
-        # A plain call, the fastest way: past the op's Autograd key, or where there are gradients past
-        # the dispatcher to what stands there. If the op refuses it, `refusal` finds out why. Each
-        # keyword takes time.
+        # A plain call, the fastest way: past the op's Autograd key or, if there are gradients, to
+        # what stands there without the dispatcher. If the op refuses the call, `refusal` finds out
+        # why. Each keyword takes time.
         keywords: dict[str, Any] = {"window_right": 0} if is_causal else {}
         if softmax_scale is not None:
             keywords["softmax_scale"] = softmax_scale
