@@ -7,7 +7,6 @@ sees the ops alone, and torch.func differentiates them at its own level. (What
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -20,6 +19,7 @@ from flash_cute import checks, ops
 
 #: A context in which calls go past the Autograd key.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+_has_transforms = torch._C._are_functorch_transforms_active
 
 
 class _Function(torch.autograd.Function):
@@ -31,7 +31,7 @@ class _Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
-        if not torch._C._are_functorch_transforms_active():
+        if not _has_transforms():
             return apply(*args)
         with enable_single_level_autograd_function():
             return apply(*args)
@@ -39,7 +39,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def below(op: Callable[..., Any], *tensors: Tensor | None, **keywords: Any) -> Any:
         """Calls the op below this Autograd key."""
-        if not torch._C._are_functorch_transforms_active():
+        if not _has_transforms():
             with below_autograd():
                 return op(*tensors, **keywords)
         # The transforms around this one take derivatives, too; a Function has turned them off.
@@ -58,29 +58,39 @@ class _Attention(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        keywords, q, k, v, *optional = inputs
+        ctx.keywords, q, k, v, *optional = inputs
         ctx.save_for_backward(q, k, v, *output, *optional)
-        ctx.keywords = keywords
         ctx.set_materialize_grads(False)  # a result without a gradient has None
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        wanted = dict(zip(("", "q", "k", "v", *ops.OPTIONAL), ctx.needs_input_grad, strict=False))
+        wanted = ctx.needs_input_grad  # of the keywords, q, k, v and ops.OPTIONAL
         if dout is None and dlse is None:
             return (None,) * len(wanted)
         keywords = dict(ctx.keywords)
-        if keywords.get("deterministic") is None:
-            keywords["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        if wanted.get("bias"):
+        deterministic = keywords.pop("deterministic", None)
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic:  # each keyword takes time
+            keywords["deterministic"] = True
+        if any(wanted[6:7]):
             keywords["bias_grad"] = True
         q, k, v, out, lse, *optional = ctx.saved_tensors
-        # A gradient that nobody differentiates again has no use for the Autograd key.
-        is_last = not (torch.is_grad_enabled() or torch._C._are_functorch_transforms_active())
-        bwd = functools.partial(_Function.below, ops.bwd) if is_last else ops.bwd
-        results = bwd(dout, q, k, v, out, lse, dlse, *optional, **keywords)
-        names = ("q", "k", "v", "learnable_sink", "bias")
-        gradients = dict(zip(names, results, strict=True))
-        return tuple(gradients.get(name) if want else None for name, want in wanted.items())
+        if torch.is_grad_enabled() or _has_transforms():
+            results = ops.bwd(dout, q, k, v, out, lse, dlse, *optional, **keywords)
+        else:  # what nobody differentiates again has no use for the Autograd key
+            with below_autograd():
+                results = ops.bwd(dout, q, k, v, out, lse, dlse, *optional, **keywords)
+        dq, dk, dv, dsink, dbias = results
+        gradients = None, dq, dk, dv, dsink, None, dbias, *(None,) * len(optional)
+        return tuple([x if want else None for x, want in zip(gradients, wanted, strict=False)])
+
+
+#: differentiable(keywords, *tensors): what the op does on its Autograd key, where no transform is
+#: around.
+differentiable: Callable[..., tuple[Tensor, Tensor]] = super(
+    torch.autograd.Function, _Attention
+).apply
 
 
 class _AttentionBackward(_Function):

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 from flash_cute import checks, ops, options, sharding
-from flash_cute.autograd import below_autograd
+from flash_cute.autograd import below_autograd, differentiable
 from flash_cute.transforms import autocast
 
 # Looked up once, as they are needed in each call.
@@ -19,6 +19,9 @@ _fwd: Callable[..., tuple[Tensor, Tensor]] = ops.fwd._op  # spares OpOverload.__
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _functorch_level = torch._C._functorch.maybe_current_level
 _has_function_mode = torch._C._is_torch_function_mode_enabled
+_has_autocast = torch._C._is_any_autocast_enabled
+_is_tracing = torch._C._is_tracing
+_is_grad_enabled = torch.is_grad_enabled
 
 # Defaults, to be known again. Of a default 0.0 Dynamo would make a variable.
 _OPEN, _OFF = (-1, -1), 0
@@ -129,14 +132,17 @@ def forward(
         and _functorch_level() is None
         and not _has_function_mode()
     ):
-        # A plain call, the fastest way: past the op's autograd unless there are gradients, and if
-        # the op refuses it, `refusal` finds out why. Each keyword takes time.
+        # A plain call, the fastest way: past the op's Autograd key or, if there are gradients, to
+        # what stands there without the dispatcher. If the op refuses the call, `refusal` finds out
+        # why. Each keyword takes time.
         keywords: dict[str, Any] = {"window_right": 0} if is_causal else {}
         if softmax_scale is not None:
             keywords["softmax_scale"] = softmax_scale
         try:
-            if q.requires_grad or k.requires_grad or v.requires_grad:
-                return _fwd(q, k, v, **keywords)
+            if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+                if _has_autocast() or _is_tracing():
+                    return _fwd(q, k, v, **keywords)
+                return differentiable(keywords, q, k, v)
             with below_autograd():
                 return _fwd(q, k, v, **keywords)
         except Exception:

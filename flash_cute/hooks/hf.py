@@ -243,19 +243,19 @@ def attention(
     """transformers' attention function: query (B, Hq, Nq, D), key (B, Hkv, Nk, D) and value (B,
     Hkv, Nk, Dv); out is (B, Nq, Hq, Dv)."""
     seen = _seen(module, query, key, attention_mask, is_causal)
-    given = {name for name, x in others.items() if x is not None and not isinstance(x, bool)}
-    unserved = seen.unserved or ", ".join(sorted(given - IGNORED)) or ("dropout" if dropout else "")
+    given = [
+        name
+        for name, x in others.items()
+        if name not in IGNORED and x is not None and not isinstance(x, bool)
+    ]
+    unserved = seen.unserved or ", ".join(sorted(given)) or ("dropout" if dropout else "")
     if unserved:
         refuse(unserved, seen.model)
 
     options: dict[str, Any] = {
-        name: x
-        for name, x in (("softcap", softcap), ("learnable_sink", s_aux), ("bias", position_bias))
-        if x is not None
-    }
-    options |= {"is_causal": seen.is_causal, "softmax_scale": scaling}
-    if seen.window != (-1, -1):
-        options["window_size"] = seen.window
+        "is_causal": seen.is_causal, "softmax_scale": scaling, "window_size": seen.window,
+        "softcap": softcap, "learnable_sink": s_aux, "bias": position_bias,
+    }  # fmt: skip
     positions = others.get("position_ids")
     if isinstance(attention_mask, Mask) and isinstance(positions, Tensor):
         seen = _packed_by(attention_mask, positions, query.shape[0])
@@ -281,6 +281,8 @@ def _seen(
     is_causal: bool | None,
 ) -> Seen:
     lengths = (query.shape[2], key.shape[2])
+    if isinstance(mask, Mask) and mask.seen.lengths == lengths:
+        return mask.seen
     model = str(getattr(getattr(module, "config", None), "model_type", ""))
     if mask is None:  # the model asked for none, and relies on is_causal
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -289,9 +291,7 @@ def _seen(
         return Seen(lengths, is_causal, visible=lengths[1], unserved=unserved, model=model)
     if not isinstance(mask, Mask):
         refuse("masks that are tensors", model)
-    if mask.seen.lengths != lengths:
-        refuse(f"a mask of lengths {mask.seen.lengths} on tensors of {lengths}", model)
-    return mask.seen
+    refuse(f"a mask of lengths {mask.seen.lengths} on tensors of {lengths}", model)
 
 
 def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
@@ -302,10 +302,11 @@ def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
     is_plain = seen.is_causal and seen.cu_seqlens is None and seen.starts is None
     if not is_plain or seen.lengths[0] == 1 or torch.compiler.is_compiling():
         return seen
-    if positions.shape[-1:] != seen.lengths[1:] or positions.dim() > 2 or _cannot_wait(positions):
-        return seen  # there are keys of a cache, or coordinates
     if mask.packed_by is None or mask.packed_by[0] is not positions:
-        given, positions = positions, positions.view(-1, positions.shape[-1])
+        shape = positions.shape
+        if shape[-1:] != seen.lengths[1:] or len(shape) > 2 or _cannot_wait(positions):
+            return seen  # there are keys of a cache, or coordinates
+        given, positions = positions, positions.view(-1, shape[-1])
         sequences = (positions.diff(dim=1) != 1).cumsum(1)
         begins = None
         if bool(sequences[:, -1].any()):
@@ -319,7 +320,7 @@ def _dense(seen: Seen, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any])
     if isinstance(seen.visible, int):
         if seen.visible < k.shape[2]:
             k, v = k[:, :, : seen.visible], v[:, :, : seen.visible]
-        if "bias" in options:
+        if options["bias"] is not None:
             options["bias"] = options["bias"][..., : seen.visible]
     else:
         options["seqused_k"] = seen.visible.to(q.device, torch.int32).expand(q.shape[0])

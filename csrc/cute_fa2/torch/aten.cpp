@@ -61,7 +61,8 @@ bool serves(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p)
          0 < head_dim && head_dim == v.size(last) && head_dim <= kHeadDim;
 }
 
-// (B, N, H, D) as (B, H, N, D), and back. A view without the dispatcher; autograd does not see it.
+// (B, N, H, D) as (B, H, N, D), and back, for the CPU. A view without the dispatcher; autograd does
+// not see it.
 Tensor transposed(const Tensor& t) {
   int64_t sizes[4], strides[4];
   std::copy_n(t.sizes().data(), 4, sizes);
@@ -122,19 +123,21 @@ struct Options {
   static bool is_given(const OptionalTensor& t) { return t && t->defined(); }
 };
 
+template <bool kRowsFirst = false>
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const Options& o) {
-  return run(&fwd, "flash_cute::fwd", q.is_cuda(), q, k, v, {}, {}, {}, o.cu_seqlens_q,
+  return run(&fwd<kRowsFirst>, "flash_cute::fwd", q.is_cuda(), q, k, v, {}, {}, {}, o.cu_seqlens_q,
              o.cu_seqlens_k, {}, o.seqused_k, {}, o.scale, o.window_left, o.window_right, {}, 0, {},
              {});
 }
 
+template <bool kRowsFirst = false>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                                             const Tensor& v, const Tensor& out, const Tensor& lse,
                                             const Options& o) {
   const bool deterministic = std::get<0>(call<bool>("flash_cute::deterministic"));
   const auto [dq, dk, dv, dsink, dbias] =
-      run(&bwd, "flash_cute::bwd", q.is_cuda(), dout, q, k, v, out, lse, {}, {}, {}, {},
+      run(&bwd<kRowsFirst>, "flash_cute::bwd", q.is_cuda(), dout, q, k, v, out, lse, {}, {}, {}, {},
           o.cu_seqlens_q, o.cu_seqlens_k, {}, {}, {}, o.scale, o.window_left, o.window_right, {}, 0,
           deterministic, false, {});
   return {dq, dk, dv};
@@ -179,6 +182,7 @@ std::optional<std::tuple<Tensor, Tensor>> flash_forward(
   options.set_lengths(cum_seq_q, cum_seq_k);
   options.seqused_k = seqused_k;
   if (options.is_packed()) return forward(q, k, v, options);
+  if (q.is_cuda()) return forward<true>(q, k, v, options);
   const auto [heads_first, lse] = forward(transposed(q), transposed(k), transposed(v), options);
   const Tensor out = transposed(heads_first);
   if (!is_expanded(q)) return std::tuple(out, lse);
@@ -240,6 +244,7 @@ std::tuple<Tensor, Tensor, Tensor> _flash_attention_backward(
   Options options(scale, is_causal, left, right);
   options.set_lengths(cum_seq_q, cum_seq_k);
   if (options.is_packed()) return backward(dout, q, k, v, out, lse, options);
+  if (q.is_cuda()) return backward<true>(dout, q, k, v, out, lse, options);
   const auto [dq, dk, dv] = backward(transposed(dout), transposed(q), transposed(k), transposed(v),
                                      transposed(out), lse, options);
   return {transposed(dq), transposed(dk), transposed(dv)};

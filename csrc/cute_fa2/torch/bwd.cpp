@@ -19,18 +19,18 @@ bool has_sizes(const Tensor& t, const int64_t* sizes, int64_t dims) {
 // What memory safety needs of a forward's results and their gradients. q and v have been checked.
 void check_results(const Tensor& q, const Tensor& v, const Tensor& out, const Tensor& lse,
                    const std::optional<Tensor>& dout, const std::optional<Tensor>& dlse,
-                   int32_t dtype, int32_t device) {
+                   int32_t dtype, int32_t device, bool rows_first) {
   const int64_t dims = q.dim();
   int64_t sizes[4];
   std::copy_n(q.sizes().data(), dims, sizes);
   sizes[dims - 1] = v.sizes()[dims - 1];
-  const int64_t packed_rows[2] = {sizes[1], sizes[0]};
+  const Geometry g(q, rows_first);
+  const int64_t* const rows = g.sizes + (dims == 3);  // heads first
   const auto check = [&](const char* name, const Tensor& t, bool has_columns, int32_t wanted) {
-    STD_TORCH_CHECK(
-        has_sizes(t, has_columns || dims == 4 ? sizes : packed_rows, has_columns ? dims : dims - 1),
-        name, " must have q's shape",
-        has_columns ? " with v's head dim"
-                    : " without the head dim, and of packed ones heads first");
+    STD_TORCH_CHECK(has_sizes(t, has_columns ? sizes : rows, has_columns ? dims : dims - 1), name,
+                    " must have q's shape",
+                    has_columns ? " with v's head dim"
+                                : " without the head dim, and of packed ones heads first");
     STD_TORCH_CHECK(dtype_of(t) == wanted, name, " must be ",
                     has_columns ? "of q's dtype" : "float32");
     STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == device, name, " must be on q's device");
@@ -53,6 +53,7 @@ TensorView<const float*> rows_of(const Tensor& t) {
 
 }  // namespace
 
+template <bool kRowsFirst>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
     std::optional<Tensor> dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,
     std::optional<Tensor> dlse, std::optional<Tensor> learnable_sink,
@@ -66,11 +67,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
   const bool is_packed = Sequences::is_packed(cu_seqlens_q, cu_seqlens_k);
-  check_inputs(q, k, v, dtype, device, is_packed, softmax_scale);
-  check_results(q, v, out, softmax_lse, dout, dlse, dtype, device);
+  check_inputs(q, k, v, dtype, device, is_packed, kRowsFirst, softmax_scale);
+  check_results(q, v, out, softmax_lse, dout, dlse, dtype, device, kRowsFirst);
   const CurrentStream stream(device);
 
-  const Geometry gq(q), gk(k), gv(v);
+  const Geometry gq(q, kRowsFirst), gk(k, kRowsFirst), gv(v, kRowsFirst);
   const int64_t heads_q = gq.sizes[1], stride = 1;
   const int32_t fp32 = aoti_torch_dtype_float32();
   const Sequences sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start,
@@ -107,7 +108,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
     no_dout = torch::stable::new_empty(q, {1, 1, 1, whole_chunks(gv.sizes[3])});
     torch::stable::zero_(*no_dout);
   }
-  Writable written_q(dq), written_k(dk), written_v(dv);
+  Writable written_q(dq, kRowsFirst), written_k(dk, kRowsFirst), written_v(dv, kRowsFirst);
   BwdParams params{};
   set_attention(params, gq, gk, gv, dtype, softmax_scale, window_left, window_right,
                 diagonal_offset);
@@ -116,11 +117,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   params.sink = sink.data<const float>();
   if (learnable_sink) params.dsink = static_cast<float*>(dsink.data_ptr());
   if (bias_grad) params.dbias = gradient_of_bias(params, dbias);
-  params.q = readable(q, q_copy);
-  params.k = readable(k, k_copy);
-  params.v = readable(v, v_copy);
-  params.out = readable(out, out_copy);
-  params.dout = readable(dout ? *dout : *no_dout, dout_copy);
+  params.q = readable(q, q_copy, kRowsFirst);
+  params.k = readable(k, k_copy, kRowsFirst);
+  params.v = readable(v, v_copy, kRowsFirst);
+  params.out = readable(out, out_copy, kRowsFirst);
+  params.dout = readable(dout ? *dout : *no_dout, dout_copy, kRowsFirst);
   params.lse = rows_of(softmax_lse);
   if (dlse) params.dlse = rows_of(*dlse);
   params.dq = written_q.view();
@@ -136,5 +137,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd(
   }
   return results();
 }
+
+template decltype(bwd<false>) bwd<false>;
+template decltype(bwd<true>) bwd<true>;
 
 }  // namespace flash_cute

@@ -11,6 +11,7 @@
 
 namespace flash_cute {
 
+template <bool kRowsFirst>
 std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tensor> learnable_sink,
                                std::optional<Tensor> alibi_slopes, std::optional<Tensor> bias,
                                std::optional<Tensor> cu_seqlens_q,
@@ -25,10 +26,10 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
   const int32_t device = q.get_device_index();
   const int32_t dtype = dtype_of(q);
   const bool is_packed = Sequences::is_packed(cu_seqlens_q, cu_seqlens_k);
-  check_inputs(q, k, v, dtype, device, is_packed, softmax_scale);
+  check_inputs(q, k, v, dtype, device, is_packed, kRowsFirst, softmax_scale);
   const CurrentStream stream(device);
 
-  const Geometry gq(q), gk(k), gv(v);
+  const Geometry gq(q, kRowsFirst), gk(k, kRowsFirst), gv(v, kRowsFirst);
   const int64_t batch = gq.sizes[0], heads_q = gq.sizes[1], len_q = gq.sizes[2];
   const int32_t fp32 = aoti_torch_dtype_float32();
   const Sequences sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, key_start, batch,
@@ -48,16 +49,16 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
   }
 
   std::optional<Tensor> q_copy, k_copy, v_copy;
-  Writable written(out);
+  Writable written(out, kRowsFirst);
   FwdParams params{};
   set_attention(params, gq, gk, gv, dtype, softmax_scale, window_left, window_right,
                 diagonal_offset);
   sequences.set(params, window_left, window_right, diagonal_offset);
   changes.set(params, window_left, window_right, diagonal_offset);
   params.sink = sink.data<const float>();
-  params.q = readable(q, q_copy);
-  params.k = readable(k, k_copy);
-  params.v = readable(v, v_copy);
+  params.q = readable(q, q_copy, kRowsFirst);
+  params.k = readable(k, k_copy, kRowsFirst);
+  params.v = readable(v, v_copy, kRowsFirst);
   params.out = written.view();
   params.lse = {static_cast<float*>(lse.data_ptr()), is_packed ? 0 : lse_strides[0], lse_strides[1],
                 lse_strides[2]};
@@ -68,5 +69,8 @@ std::tuple<Tensor, Tensor> fwd(Tensor q, Tensor k, Tensor v, std::optional<Tenso
   written.finish();
   return {out, lse};
 }
+
+template decltype(fwd<false>) fwd<false>;
+template decltype(fwd<true>) fwd<true>;
 
 }  // namespace flash_cute

@@ -32,8 +32,8 @@ STABLE_TORCH_LIBRARY(flash_cute, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CUDA, m) {
-  m.impl("fwd", TORCH_BOX(&flash_cute::fwd));
-  m.impl("bwd", TORCH_BOX(&flash_cute::bwd));
+  m.impl("fwd", TORCH_BOX(&flash_cute::fwd<false>));
+  m.impl("bwd", TORCH_BOX(&flash_cute::bwd<false>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_cute, CompositeExplicitAutograd, m) {

@@ -1,4 +1,5 @@
-// The ops' implementations on CUDA (library.cpp has their schemas).
+// The ops' implementations on CUDA (library.cpp has their schemas). kRowsFirst: dense tensors are
+// (B, N, H, D), as PyTorch's op has them, and so are the results but for the log-sum-exp.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -10,6 +11,7 @@
 
 namespace flash_cute {
 
+template <bool kRowsFirst>
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> fwd(
     torch::stable::Tensor q, torch::stable::Tensor k, torch::stable::Tensor v,
     std::optional<torch::stable::Tensor> learnable_sink,
@@ -21,6 +23,7 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> fwd(
     int64_t window_left, int64_t window_right, std::optional<int64_t> diagonal_offset,
     double softcap, std::optional<bool> deterministic, std::optional<std::string> tuning);
 
+template <bool kRowsFirst>
 std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
            torch::stable::Tensor, torch::stable::Tensor>
 bwd(std::optional<torch::stable::Tensor> dout, torch::stable::Tensor q, torch::stable::Tensor k,

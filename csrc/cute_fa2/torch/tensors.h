@@ -28,17 +28,19 @@ namespace flash_cute {
 using torch::stable::Tensor;
 
 // The shape and strides of a tensor, asked for once, as each question is a call into libtorch.
-// Packed sequences (T, H, D) are seen as one entry of a batch, (1, H, T, D).
+// Packed sequences (T, H, D) are seen as one entry of a batch, (1, H, T, D); and with `rows_first`
+// (B, N, H, D) as (B, H, N, D).
 struct Geometry {
   int64_t sizes[4];
   int64_t strides[4];
 
-  explicit Geometry(const Tensor& t) {
+  explicit Geometry(const Tensor& t, bool rows_first = false) {
     const int64_t* const of_t = t.sizes().data();
     const int64_t* const steps = t.strides().data();
     const bool is_packed = t.dim() == 3;
     for (int dim = 0; dim < 4; ++dim) {
-      const int from = !is_packed ? dim : dim == 3 ? 2 : 2 - dim;
+      const int swapped = dim == 1 || dim == 2 ? 3 - dim : dim;
+      const int from = is_packed ? (dim == 3 ? 2 : 2 - dim) : rows_first ? swapped : dim;
       sizes[dim] = is_packed && dim == 0 ? 1 : of_t[from];
       strides[dim] = is_packed && dim == 0 ? 0 : steps[from];
     }
@@ -70,15 +72,15 @@ inline Tensor new_padded(const Tensor& like) {
 
 // `t` as the kernels read it. If its rows have no chunks of 16 bytes, `copy` keeps a dense copy,
 // with zeros up to the next multiple of 8.
-inline TensorView<const void*> readable(Tensor& t, std::optional<Tensor>& copy) {
-  const Geometry g(t);
+inline TensorView<const void*> readable(Tensor& t, std::optional<Tensor>& copy, bool rows_first) {
+  const Geometry g(t, rows_first);
   void* data = t.data_ptr();
   if (has_rows_of_16_bytes(g, data)) return view_of<const void*>(g, data);
   copy = new_padded(t);
   if (g.sizes[3] % 8 != 0) torch::stable::zero_(*copy);
   Tensor columns = torch::stable::narrow(*copy, t.dim() - 1, 0, g.sizes[3]);
   torch::stable::copy_(columns, t);
-  return view_of<const void*>(Geometry(*copy), copy->data_ptr());
+  return view_of<const void*>(Geometry(*copy, rows_first), copy->data_ptr());
 }
 
 inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
@@ -137,7 +139,8 @@ inline std::optional<DType> dtype_from(int32_t dtype) {
 
 // What memory safety needs. `device` is q's.
 inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int32_t dtype,
-                         int32_t device, bool is_packed, std::optional<double> softmax_scale) {
+                         int32_t device, bool is_packed, bool rows_first,
+                         std::optional<double> softmax_scale) {
   STD_TORCH_CHECK(q.dim() == (is_packed ? 3 : 4) && k.dim() == q.dim() && v.dim() == q.dim(),
                   "q, k and v must have ", is_packed ? 3 : 4, " dimensions");
   STD_TORCH_CHECK(q.is_cuda() && k.is_cuda() && v.is_cuda() && k.get_device_index() == device &&
@@ -145,7 +148,7 @@ inline void check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, int3
                   "q, k and v must be on the same CUDA device");
   STD_TORCH_CHECK(dtype_from(dtype) && dtype_of(k) == dtype && dtype_of(v) == dtype,
                   "q, k and v must be all float16, all bfloat16 or all float32");
-  const Geometry gq(q), gk(k), gv(v);
+  const Geometry gq(q, rows_first), gk(k, rows_first), gv(v, rows_first);
   const int64_t *size_q = gq.sizes, *size_k = gk.sizes, *size_v = gv.sizes;
   const int max_head_dim = dtype_from(dtype) == DType::kFloat ? kMaxHeadDimFp32 : kMaxHeadDim;
   STD_TORCH_CHECK(1 <= size_q[3] && size_q[3] <= max_head_dim && size_k[3] == size_q[3],
@@ -354,13 +357,13 @@ class CurrentStream {
 // `finish` takes over.
 class Writable {
  public:
-  explicit Writable(const Tensor& result) : result_(result) {
-    const Geometry g(result);
+  Writable(const Tensor& result, bool rows_first) : result_(result), rows_first_(rows_first) {
+    const Geometry g(result, rows_first);
     if (!has_rows_of_16_bytes(g, result.data_ptr())) copy_ = new_padded(result);
   }
   TensorView<void*> view() const {
     const Tensor& written = copy_ ? *copy_ : result_;
-    return view_of<void*>(Geometry(written), written.data_ptr());
+    return view_of<void*>(Geometry(written, rows_first_), written.data_ptr());
   }
   void finish() {
     if (!copy_) return;
@@ -370,6 +373,7 @@ class Writable {
 
  private:
   Tensor result_;
+  bool rows_first_;
   std::optional<Tensor> copy_;
 };
 
