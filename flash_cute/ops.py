@@ -82,6 +82,7 @@ class Tile(TileOfAnyArch, total=False):
 
     # sm80's forward only.
     column_warps: int  #: how many of the warps share their query rows
+    q_in_registers: int  #: 1 if V takes the shared memory of Q, which stays in registers
     k_columns: int  #: of a chunk of K, which has all of a block's keys; 0: there are no chunks
     v_keys: int  #: of a chunk of V
     v_columns: int  #: likewise

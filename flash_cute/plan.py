@@ -82,6 +82,7 @@ BACKWARD = (
 #: What else the answer has of the tile's entry. Not for people.
 UNSEEN = {
     *("op", "mask", "column_warps", "max_registers", "split_kv", "q_stages"),
+    "q_in_registers",
     *("k_columns", "v_keys", "v_columns", "columns"),
     *("ping_pong", "producer_registers", "consumer_registers", "rows_per_query"),
     *("column_groups", "scores_registers", "packed", "bias", "dense_only"),

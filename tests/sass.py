@@ -24,7 +24,7 @@ from flash_cute import ops
 CONFIG = {
     ("sm80", "fwd"): (
         *("head_dim", "head_dim_v", "block_m", "block_n"),
-        *("row_warps", "pipelined_qk", "column_warps"),
+        *("row_warps", "pipelined_qk", "column_warps", "q_in_registers"),
         *("chunk_stages", "k_columns", "v_keys", "v_columns"),
     ),
     ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),

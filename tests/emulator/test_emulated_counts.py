@@ -66,15 +66,14 @@ def test_sm80(sm80, name):
     # Each chunk of 16 bytes, 8 elements, goes from global to shared memory once, 8 at a time.
     assert counters.global_reads_16 == (m * d + n * (d + dv)) // 8 and counters.global_reads == 0
     assert counters.copy_async.wavefronts == (m * d + n * (d + dv)) // 64
-    # Of Q each warp reads its rows, once or for each block of keys; likewise of a P that it shares,
-    # for each group of V's columns that comes in a chunk.
+    # Of Q each warp reads its rows, once if it is in registers, or for each block of keys; likewise
+    # of a P that it shares, for each group of V's columns that comes in a chunk.
     p = m * n // 64 if sharing > 1 else 0
     groups = dv // (tile["v_columns"] or dv)
     p_and_keys = sharing * groups * p + readers * n * (d + dv) // 64
-    assert counters.load_matrix.wavefronts - p_and_keys in (
-        sharing * m * d // 64,
-        sharing * KEY_BLOCKS * m * d // 64,
-    )
+    once = tile["q_in_registers"] or (tile["stages"] == 2 and not tile["k_columns"])
+    q = (1 if once else KEY_BLOCKS) * sharing * m * d // 64
+    assert counters.load_matrix.wavefronts == p_and_keys + q
     # Two gemms, in MMAs of 16 x 8 x 16.
     assert counters.mma == m * n * (d + dv) // (16 * 8 * 16)
     # O and P go through shared memory in words, O leaves in chunks; the LSE leaves in words. Of
@@ -84,11 +83,12 @@ def test_sm80(sm80, name):
     assert counters.store.wavefronts == m * dv // 2 // 32 + p + words
     assert counters.load.wavefronts == m * dv // 64 + words * sharing
     assert (counters.global_writes_16, counters.global_writes) == (m * dv // 8, m)
-    # Two a block of keys; with two of these in shared memory, one, and another ahead of the first;
-    # one before O is read. Of shared rows one for each P, and those of maxima and sums. Of blocks
-    # in chunks one for each chunk, one for the vote on limits, and one ahead of the first.
+    # Two a block of keys, and one ahead of the first with Q in registers; with two blocks in shared
+    # memory, one, and another ahead of the first; one before O is read. Of shared rows one for each
+    # P, and those of maxima and sums. Of blocks in chunks one for each chunk, one for the vote on
+    # limits, and one ahead of the first.
     shared = 2 + KEY_BLOCKS if sharing > 1 else 0
-    blocks = KEY_BLOCKS + 1 if tile["stages"] == 2 else 2 * KEY_BLOCKS
+    blocks = KEY_BLOCKS + 1 if tile["stages"] == 2 else 2 * KEY_BLOCKS + tile["q_in_registers"]
     if tile["k_columns"]:
         of_v = tile["block_n"] // tile["v_keys"] * groups
         blocks = KEY_BLOCKS * (d // tile["k_columns"] + of_v + 1) + 1

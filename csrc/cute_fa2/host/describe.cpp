@@ -16,6 +16,7 @@ JsonObject as_json(const TileEntrySm80& entry, DType dtype) {
       .add("block_n", config.block_n)
       .add("warps", config.threads() / 32)
       .add("column_warps", config.column_warps)
+      .add("q_in_registers", config.q_in_registers)
       .add("k_columns", config.k_columns)
       .add("v_keys", config.v_keys)
       .add("v_columns", config.v_columns)

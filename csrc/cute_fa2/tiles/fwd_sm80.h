@@ -20,7 +20,8 @@ struct FwdConfigSm80 {
   // S of the next key block is computed under the softmax of this one, from Q in registers. Takes
   // two key blocks in shared memory.
   bool pipelined_qk;
-  int column_warps = 1;  // warps that share rows: each computes some columns of S and of O
+  int column_warps = 1;         // warps that share rows: each computes some columns of S and of O
+  bool q_in_registers = false;  // read once; V then comes to where Q was in shared memory
   // Large head dims have K and V of a block in chunks, so many in shared memory: of K all keys and
   // `k_columns` of the columns, of V `v_keys` x `v_columns`. 0: whole blocks.
   int chunk_stages = 0;
@@ -37,9 +38,11 @@ struct FwdConfigSm80 {
     return k > v ? k : v;
   }
   // Q, K and V; O goes through Q's space. Warps that share rows exchange P, and a word for each
-  // row and warp.
+  // row and warp. With Q in registers: Q and K, and in the same space V and O.
   constexpr int smem_bytes(int element_bytes) const {
-    const int q = block_m * (head_dim > head_dim_v ? head_dim : head_dim_v);
+    const int columns = head_dim > head_dim_v ? head_dim : head_dim_v;
+    if (q_in_registers) return (block_m + block_n) * columns * element_bytes;
+    const int q = block_m * columns;
     const int kv = stages() * (is_chunked() ? chunk_elements() : block_n * (head_dim + head_dim_v));
     const int exchange = block_m * (block_n * element_bytes + column_warps * 4);
     return (q + kv) * element_bytes + (column_warps == 1 ? 0 : exchange);
@@ -70,27 +73,31 @@ struct TileEntrySm80 {
 // The last entry of each pair of head dims fits 99 KB.
 inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     // head_dim, head_dim_v, block_m, block_n, row_warps, pipelined_qk, column_warps; ctas_per_sm
-    {{32, 32, 128, 128, 4, true}, 2},       // 1.31, N 512 and 4096
-    {{64, 64, 128, 64, 4, true}, 2},        // 1.22, N 512 to 16384
-    {{96, 96, 128, 64, 4, false}, 2},       // 1.13, N 512 and 4096
-    {{128, 128, 128, 64, 4, false}, 2},     // 1.21, N 512 to 16384
-    {{128, 128, 128, 32, 4, false}, 2},     // 1.09, N 512 and 4096
-    {{192, 128, 64, 64, 2, false, 2}, 2},   // not timed
-    {{192, 128, 128, 64, 8, false}, 1},     // not timed
-    {{192, 192, 64, 64, 2, false, 2}, 2},   // 1.12, N 512 and 4096
+    {{32, 32, 128, 128, 4, true}, 2},      // 1.31, N 512 and 4096
+    {{64, 64, 128, 64, 4, true}, 2},       // 1.22, N 512 to 16384
+    {{96, 96, 128, 64, 4, false}, 2},      // 1.13, N 512 and 4096
+    {{128, 128, 128, 64, 4, false}, 2},    // 1.21, N 512 to 16384
+    {{128, 128, 128, 32, 4, false}, 2},    // 1.09, N 512 and 4096
+    {{192, 128, 64, 64, 2, false, 2}, 2},  // not timed
+    {{192, 128, 128, 64, 8, false}, 1},    // not timed
+    {{192, 192, 64, 64, 2, false, 2}, 2},  // 1.12, N 512 and 4096
+    // Not timed; stands for 99 KB in front of the next.
+    {{192, 192, 64, 64, 4, false, 1, true}, 2},
     {{192, 192, 128, 64, 8, false}, 1},     // 1.00, N 512 and 4096
     {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.17, N 512 to 16384
     {{256, 256, 128, 64, 4, false, 2}, 1},  // not timed
-    {{256, 256, 64, 64, 4, false}, 1},      // 1.08, N 512 and 4096
-    // ..., column_warps, chunk_stages, k_columns, v_keys, v_columns; ctas_per_sm
-    {{384, 384, 64, 128, 2, false, 4, 4, 64, 32, 384}, 1},
-    {{384, 384, 64, 64, 2, false, 4, 3, 64, 16, 384}, 1},
-    {{512, 512, 64, 128, 2, false, 4, 5, 64, 16, 512}, 1},
-    {{512, 512, 64, 64, 2, false, 4, 3, 64, 16, 256}, 1},
-    {{768, 768, 32, 256, 1, false, 8, 4, 32, 16, 768}, 1},
-    {{768, 768, 32, 128, 1, false, 8, 5, 32, 16, 256}, 1},
-    {{1024, 1024, 32, 256, 1, false, 8, 5, 32, 16, 512}, 1},
-    {{1024, 1024, 32, 128, 1, false, 8, 3, 32, 16, 256}, 1},
+    // Likewise.
+    {{256, 256, 64, 32, 4, false, 1, true}, 2, true},
+    {{256, 256, 64, 64, 4, false}, 1},  // 1.08, N 512 and 4096
+    // ..., column_warps, q_in_registers, chunk_stages, k_columns, v_keys, v_columns; ctas_per_sm
+    {{384, 384, 64, 128, 2, false, 4, false, 4, 64, 32, 384}, 1},
+    {{384, 384, 64, 64, 2, false, 4, false, 3, 64, 16, 384}, 1},
+    {{512, 512, 64, 128, 2, false, 4, false, 5, 64, 16, 512}, 1},
+    {{512, 512, 64, 64, 2, false, 4, false, 3, 64, 16, 256}, 1},
+    {{768, 768, 32, 256, 1, false, 8, false, 4, 32, 16, 768}, 1},
+    {{768, 768, 32, 128, 1, false, 8, false, 5, 32, 16, 256}, 1},
+    {{1024, 1024, 32, 256, 1, false, 8, false, 5, 32, 16, 512}, 1},
+    {{1024, 1024, 32, 128, 1, false, 8, false, 3, 32, 16, 256}, 1},
 };
 
 // Of fp32, with fewer buckets (bench/results/fp32_h100.json).

@@ -35,7 +35,8 @@ struct FwdEpilogue {
     auto rO = convert<ElementOut>(tOrO);  // (4, MMA_M, kHeadDimV / 8)
     typename Traits::StoreO store_o;
     auto thread_store_o = store_o.get_slice(thread);
-    // Into the space of Q, which no warp reads any more. Both (2, 2 MMA_M, kHeadDimV / 8).
+    // Into the space of Q (or K, with Q in registers), which no warp reads any more. Both are
+    // (2, 2 MMA_M, kHeadDimV / 8).
     copy(store_o, thread_store_o.retile_S(rO), thread_store_o.partition_D(sO));
 
     auto tOcO = as_matrix(  // (rows, columns) -> (row, column)

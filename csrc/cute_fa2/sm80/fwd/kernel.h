@@ -28,10 +28,11 @@ struct FwdKernel {
   // Addresses that the K/V source keeps in registers: as many as make the kernel faster. With more,
   // ptxas finds a worse order of instructions, or spills.
   static constexpr KeptAddresses kKeptAddresses =
-      kMask == MaskKind::kScored && Traits::kHeadDim != 64  ? KeptAddresses::kHead
-      : Traits::kPipelinedQk                                ? KeptAddresses::kThreadAndTarget
-      : kMask != MaskKind::kFull && Traits::kHeadDim >= 128 ? KeptAddresses::kThread
-                                                            : KeptAddresses::kHead;
+      kMask == MaskKind::kScored && Traits::kHeadDim != 64 ? KeptAddresses::kHead
+      : Traits::kPipelinedQk                               ? KeptAddresses::kThreadAndTarget
+      : (kMask != MaskKind::kFull || Traits::kQInRegisters) && Traits::kHeadDim >= 128
+          ? KeptAddresses::kThread
+          : KeptAddresses::kHead;
   using KVSource =
       std::conditional_t<Traits::kIsChunked, ChunkedKV<Traits>, DenseKV<Traits, kKeptAddresses>>;
   using Mainloop = std::conditional_t<

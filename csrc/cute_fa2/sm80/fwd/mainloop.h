@@ -1,5 +1,6 @@
 // The SM80 main loop: S = Q K^T, online softmax, O += P V, one key block at a time. K and V take
-// turns in one stage of shared memory: each is copied while the other is multiplied.
+// turns in one stage of shared memory: each is copied while the other is multiplied. With
+// `q_in_registers` V comes to where Q was, which is read once.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -21,6 +22,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
   using LoadP = typename Traits::LoadP;
   using StoreP = typename Traits::StoreP;
   static constexpr bool kSharesRows = Traits::kSharesRows;
+  static constexpr bool kQInRegisters = Traits::kQInRegisters;
   static constexpr bool kSkipsFirstHalf =
       Base::kHasHalves && kMask != MaskKind::kFull && kBlockN <= kMmaRows;
 
@@ -40,7 +42,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
   using typename Base::Softmax;
 
   // Leaves the weighted sum of V in `tOrO` (4, MMA_M, kHeadDimV / 8), which it clears, and its
-  // statistics in the softmax. On return no warp reads Q's space any more.
+  // statistics in the softmax. On return no warp reads any more where O goes.
   template <class Out>
   CUTE_DEVICE void run(Out& tOrO) {
     clear(tOrO);
@@ -50,6 +52,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     const int n_block = visible.end - 1;
     this->load_first(n_block);
     Fragments fragments;
+    if constexpr (kQInRegisters) read_q(fragments);
     if (!Base::kUsesFirstHalf || row_end - row0_ > kMmaRows) {
       loop<AllRows>(n_block, fragments, tOrO);
     } else if constexpr (Base::kUsesFirstHalf) {
@@ -58,6 +61,14 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
   }
 
  private:
+  // The first barrier of the loop then tells that all warps are done with Q's space.
+  CUTE_DEVICE void read_q(Fragments& fragments) {
+    platform::wait_copies<0>();
+    platform::sync_cta();  // Q is there, for all threads
+    const unsigned thread_here = platform::rematerialize(thread_, row0_);
+    copy(LoadQ{}, LoadQ{}.get_slice(thread_here).partition_S(sQ()), fragments.tXrQ());
+  }
+
   template <class Rows, class Out>
   CUTE_DEVICE void loop(int n_block, Fragments& fragments, Out& tOrO) {
     if constexpr (kSkipsFirstHalf && std::is_same_v<Rows, AllRows>) {
@@ -77,7 +88,7 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     const int n_block = platform::rematerialize(index);
     this->template prefetch_bias<kStepM>(row0_ + Rows::kFirst * kMmaRows, n_block * kBlockN);
     // K of this block (and Q, in the first step) is there, for all threads. All warps are done with
-    // V of the block before, which may be overwritten.
+    // V of the block before (or Q, in the first step), which may be overwritten.
     platform::wait_copies<0>();
     platform::sync_cta();  // fault: cta-barrier
     this->template load_v<false>(n_block);
@@ -128,15 +139,17 @@ class FwdMainloop : FwdMainloopBase<Traits, kMask, KVSource> {
     platform::commit_copies();
   }
 
-  // S = Q K^T, Q from shared memory as well.
+  // S = Q K^T, Q from shared memory as well where it is not in registers.
   template <class Rows, class S>
   CUTE_DEVICE void gemm_qk(unsigned thread, int n_block, Fragments& fragments, S& tSrS) {
     using namespace cute;
     auto tXsQ = LoadQ{}.get_slice(thread).partition_S(sQ());  // (ldmatrix, MMA_M, D / 16)
     auto copy_q = [&](int k) {
-      CUTE_UNROLL
-      for (int m = Rows::kFirst; m < Rows::kFirst + Rows::kCount; ++m) {
-        copy(LoadQ{}, tXsQ(_, m, k), fragments.tXrQ()(_, m, k));
+      if constexpr (!kQInRegisters) {
+        CUTE_UNROLL
+        for (int m = Rows::kFirst; m < Rows::kFirst + Rows::kCount; ++m) {
+          copy(LoadQ{}, tXsQ(_, m, k), fragments.tXrQ()(_, m, k));
+        }
       }
     };
     clear(tSrS);

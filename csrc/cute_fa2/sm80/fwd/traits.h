@@ -32,6 +32,7 @@ struct FwdTraits {
   static constexpr int kColumnWarps = kConfig.column_warps;
   static constexpr bool kSharesRows = kColumnWarps > 1;
   static_assert(!(kPipelinedQk && kSharesRows));
+  static constexpr bool kQInRegisters = kConfig.q_in_registers;  // see mainloop.h
 
   using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;
   using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;
@@ -62,7 +63,7 @@ struct FwdTraits {
   };
   struct Nothing {};
 
-  struct SharedMemory {
+  struct QInSharedMemory {
     union {
       alignas(128) Element q[cute::cosize_v<SmemLayoutQ>];
       alignas(128) ElementOut o[cute::cosize_v<SmemLayoutO>];  // once the main loop is over
@@ -71,6 +72,20 @@ struct FwdTraits {
     alignas(128) Element v[kStages][cute::cosize_v<SmemLayoutV>];
     [[no_unique_address]] std::conditional_t<kSharesRows, Exchange, Nothing> exchange;
   };
+  // V lies where Q was. O goes where K was, which nobody reads any more, while others may read V.
+  union QInRegisters {
+    struct {
+      alignas(128) Element q[cute::cosize_v<SmemLayoutQ>];
+      alignas(128) Element k[kStages][cute::cosize_v<SmemLayoutK>];
+    };
+    struct {
+      alignas(128) Element v[kStages][cute::cosize_v<SmemLayoutV>];
+      alignas(128) ElementOut o[cute::cosize_v<SmemLayoutO>];  // once the main loop is over
+    };
+  };
+  static_assert(!kQInRegisters ||
+                (!kPipelinedQk && !kSharesRows && kBlockN * kHeadDimV <= kBlockM * kHeadDim));
+  using SharedMemory = std::conditional_t<kQInRegisters, QInRegisters, QInSharedMemory>;
   static_assert(kIsChunked || sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
   template <class CopyOp, class T, int kStrip>

@@ -24,8 +24,10 @@ struct Fp32FwdTraits {
   static constexpr bool kIsChunked = false;
   static constexpr int kStages = 1;
   static constexpr bool kSharesRows = false;
+  static constexpr bool kQInRegisters = false;
   static constexpr int kStrip = 32;  // columns of a strip of shared memory: 128 bytes
-  static_assert(!kConfig.pipelined_qk && !kConfig.is_chunked() && kConfig.column_warps == 1);
+  static_assert(!kConfig.pipelined_qk && !kConfig.is_chunked() && kConfig.column_warps == 1 &&
+                !kConfig.q_in_registers);
   static_assert(kBlockM % (16 * kConfig.row_warps) == 0 && kBlockN % 16 == 0);
   static_assert(kHeadDim % kStrip == 0 && kHeadDimV % kStrip == 0);
 
