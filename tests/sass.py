@@ -19,15 +19,15 @@ import pytest
 
 from flash_cute import ops
 
-#: The members of the configurations in csrc/cute_fa2/tiles, the warp grids of sm80's backward
-#: aside. The numbers in a kernel's mangled name have the same order.
+#: The members of the configurations in csrc/cute_fa2/tiles, of sm80's backward the first warp grid
+#: alone. The numbers in a kernel's mangled name have the same order.
 CONFIG = {
     ("sm80", "fwd"): (
         *("head_dim", "head_dim_v", "block_m", "block_n"),
         *("row_warps", "pipelined_qk", "column_warps", "q_in_registers"),
         *("chunk_stages", "k_columns", "v_keys", "v_columns"),
     ),
-    ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages"),
+    ("sm80", "bwd"): ("head_dim", "head_dim_v", "block_m", "block_n", "stages", "warps"),
     # The backward above head dim 256, and in fp32.
     ("sm80", "large"): ("columns", "stages", "block_m", "chunk_columns", "chunk_rows"),
     ("sm90", "fwd"): (
@@ -44,7 +44,8 @@ CONFIG["sm80", "large_fp32"] = CONFIG["sm80", "large"]
 #: the end the kind of mask.
 MANGLED = re.compile(
     r"sm[89]0\d+(?:Fwd|LargeFwd|Bwd|Dkv|Dq|LargeBwd)Kernel\S*?(Fwd|Large|Bwd|Dq)(?:Bwd)?ConfigSm[89]0E"
-    r"((?:L[ib]\d+E)+)(?:EELb(1)E)?\S*?(?:MaskKind|Gradient)E(\d)"
+    r"((?:L[ib]\d+E)+)(?:tlNS_8WarpGridELi(\d)ELi(\d)EE)?(?:EELb(1)E)?"
+    r"\S*?(?:MaskKind|Gradient)E(\d)"
 )
 #: As MaskKind numbers them.
 MASKS = ("full", "banded", "packed", "scored")
@@ -152,10 +153,12 @@ def kernels(code: str, op: str = "fwd") -> list[Kernel]:
         mangled = MANGLED.search(name)
         fp32 = "_fp32" if "Fp32FwdTraits" in name or "DTypeE2E" in name else ""
         if mangled and mangled[1].lower() + fp32 == op:
-            numbers = map(int, re.findall(r"L[ib](\d+)E", mangled[2]))
+            numbers = [int(number) for number in re.findall(r"L[ib](\d+)E", mangled[2])]
+            if mangled[3]:
+                numbers.append(int(mangled[3]) * int(mangled[4]))
             config = dict(zip(CONFIG[arch, op], numbers, strict=True))
-            is_split_kv = op == "fwd" and mangled[3] is not None  # else: it reads a bias
-            mask = "any" if op.startswith("large") else MASKS[int(mangled[4])]
+            is_split_kv = op == "fwd" and mangled[5] is not None  # else: it reads a bias
+            mask = "any" if op.startswith("large") else MASKS[int(mangled[6])]
             found.append(Kernel(name, arch, config, is_split_kv, mask, text, op))
     return found
 

@@ -179,7 +179,7 @@ def test_no_division(kernels: list[Kernel]) -> None:
     "kind",
     [
         *("Combine", "Preprocess", "Convert", "Blocks", "SinkGradient", "BiasGradient"),
-        "LargeBiasGradient",
+        *("BiasSum", "LargeBiasGradient"),
     ],
 )
 def test_small_kernels_do_not_spill(kind: str) -> None:
@@ -190,9 +190,9 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
     usage = sass.cuobjdump("-res-usage")
     found = re.findall(rf"Function \S*\d{kind}Kernel(\S*):\n(.*)", usage)
     assert all("STACK:0" in line and "LOCAL:0" in line for _, line in found)
-    if kind == "BiasGradient":
-        tiles = {tile_of(entry) for code in codes for entry in entries_of(code, "bwd")}
-        assert len(found) == HALF_DTYPES * len(tiles) * len(codes)
+    if kind in ("BiasGradient", "BiasSum"):  # one for a head dim
+        head_dims = {e["head_dim"] for code in codes for e in entries_of(code, "bwd")}
+        assert len(found) == HALF_DTYPES * len(head_dims) * len(codes)
     elif kind == "LargeBiasGradient":
         of_op = [
             {tile_of(entry) for code in codes for entry in entries_of(code, op)}
@@ -200,7 +200,7 @@ def test_small_kernels_do_not_spill(kind: str) -> None:
         ]
         assert len(found) == (HALF_DTYPES * len(of_op[0]) + len(of_op[1])) * len(codes)
     elif kind == "Convert":  # one or two for a tile of sm80's backward, which they name
-        config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+")
+        config = re.compile(r"DTypeE\d\S*?BwdConfigSm80E(?:Li\d+E)+tl\w+?ELi\dELi\dEE")
         counts = Counter(tile for name, _ in found for tile in config.findall(name)[:1])
         assert (counts.total() < len(found)) == ("sm_90a" in ARCHS)
         of_op = [

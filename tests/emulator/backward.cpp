@@ -29,6 +29,8 @@ void add(emulator::Session& session, const BwdParams& params, const BwdPlan& pla
   add_part("workspace.dq", workspace.dq, rows_q * plan.head_dim, in_any);
   add_part("workspace.dk", workspace.dk, rows_k * plan.head_dim, in_order);
   add_part("workspace.dv", workspace.dv, rows_k * plan.head_dim, in_order);
+  add_part("workspace.dbias", workspace.dbias, plan.bias_splits * params.dbias.elements,
+           GlobalMemory::Use::kWorkspace);
   add_part("workspace.adders", workspace.adders, blocks_q, in_any);
   add_part("workspace.tickets", workspace.tickets, 1, in_order);
   add_part("workspace.added", workspace.added, blocks_q, in_order);
@@ -67,8 +69,9 @@ __attribute__((visibility("default"))) int emulate_backward(const CBackward* cal
     const auto has = [&](int dim) { return dbias.sizes[dim] == whole[dim]; };
     const bool has_keys = has(3);
     params.dbias = {
-        dbias.data, dbias.strides[0], dbias.strides[1], dbias.strides[2], has_keys,
-        has(0),     has(1),           has(2),           has_keys,         dbias.element_bytes == 4};
+        dbias.data, dbias.strides[0], dbias.strides[1], dbias.strides[2],         has_keys, has(0),
+        has(1),     has(2),           has_keys,         dbias.element_bytes == 4, 1};
+    for (const int64_t size : dbias.sizes) params.dbias.elements *= size;
     add(session, "dbias", GlobalMemory::Use::kOutput, dbias);
   }
   add(session, "dout", GlobalMemory::Use::kInput, call->dout);

@@ -206,6 +206,7 @@ struct BwdWorkspace {
   float* dq;            // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
   float* dk;         // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;         // likewise
+  float* dbias;      // (bias_splits, elements of dbias) sums; null without splits
   DqAdders* adders;  // sm90: of each block of dq; (batch, heads_q, m_blocks)
   int* tickets;      // how many tiles have been taken, where CTAs take them in turn; else null
   int* added;  // sm80: where dQ's sums are in order, how many key blocks have been added to each
@@ -224,7 +225,8 @@ struct BiasGradient {
   bool has_heads;
   bool has_rows;
   bool has_keys;
-  bool is_float;  // else of the inputs' dtype
+  bool is_float;     // else of the inputs' dtype
+  int64_t elements;  // of the whole gradient, which is dense
 };
 
 struct BwdParams : AttentionParams {

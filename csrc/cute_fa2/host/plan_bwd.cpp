@@ -6,6 +6,7 @@
 #include "host/named_numbers.h"
 #include "host/why_no_tensor_map.h"
 #include "host/workspace.h"
+#include "tiles/bias_gradient_sm80.h"
 #include "tiles/bwd_sm80.h"
 #include "tiles/bwd_sm80_large.h"
 #include "tiles/bwd_sm90.h"
@@ -40,6 +41,26 @@ int choose_head_splits(const BwdParams& params, int64_t tiles, int multiprocesso
   const int64_t wanted = asked != 0 ? asked : ceil_div(enough, tiles);
   const int64_t heads = ceil_div(group, std::clamp<int64_t>(wanted, 1, group));  // of a split
   return static_cast<int>(ceil_div(group, heads));
+}
+
+// The gradient of a bias that is expanded over rows or keys has few tiles, and under a mask unequal
+// ones: CTAs share what adds up to a tile, and their sums are small. If it has both, only where
+// tiles would not fill the GPU.
+int choose_bias_splits(const BwdParams& params, const BwdPlan& plan,
+                       const DeviceProperties& device) {
+  const BiasGradient& bias = params.dbias;
+  if (!bias.data || plan.columns > 0) return 1;  // there splits have no kernel
+  const BiasTileSm80 tile = bias_tile_sm80(plan.head_dim);
+  const int64_t row_blocks = ceil_div(params.len_q, tile.block_m);
+  const int64_t key_blocks = ceil_div(params.len_k, tile.block_n);
+  const auto of = [](bool has, int64_t count) { return has ? count : 1; };
+  const int64_t tiles = of(bias.has_batch, params.batch) * of(bias.has_heads, params.heads_q) *
+                        of(bias.has_rows, row_blocks) * of(bias.has_keys, key_blocks);
+  const int64_t shared = of(!bias.has_batch, params.batch) * of(!bias.has_heads, params.heads_q) *
+                         of(!bias.has_rows, row_blocks);
+  const int64_t enough = (bias.has_rows && bias.has_keys ? 8 : 32) * device.multiprocessors;
+  const int64_t most = std::clamp<int64_t>(shared / 4, 1, 256);
+  return static_cast<int>(std::clamp<int64_t>(enough / std::max<int64_t>(tiles, 1), 1, most));
 }
 
 // Tiles are taken from the first keys on: under a causal mask those have the most rows. And so a
@@ -116,6 +137,8 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   workspace.dq = memory.take<float>(sums ? rows_q * plan.head_dim : 0);
   workspace.dk = memory.take<float>(split_rows * plan.head_dim);
   workspace.dv = memory.take<float>(split_rows * plan.head_dim);
+  workspace.dbias =
+      memory.take<float>(plan.bias_splits > 1 ? plan.bias_splits * params.dbias.elements : 0);
   const bool is_sm80 = plan.arch == Arch::kSm80;
   workspace.adders = memory.take<DqAdders>(sums && !is_sm80 ? blocks_q : 0);
   workspace.tickets = memory.take<int>(in_order || !is_sm80 ? 1 : 0);
@@ -139,6 +162,7 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
                                               device.multiprocessors, overrides.head_splits);
   check_grid(tiles * plan.head_splits, "key");
   check_grid(entries(params) * params.heads_q * plan.m_blocks);
+  plan.bias_splits = choose_bias_splits(params, plan, device);
   plan.order = order_tiles(params, plan, device);
   const int tiles_of_all = params.is_packed() ? static_cast<int>(tiles) : plan.order.tiles();
   plan.ctas =
@@ -191,7 +215,6 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
     return plan;
   }
   if (plan.tile < 0) refuse_tile(params, limit);
-  plan.bias_tile = plan.tile;
   const BwdConfigSm80& config = bwd_tiles_sm80(bytes_of(params.dtype))[plan.tile].config;
   plan.block_m = config.block_m;
   plan.block_n = config.block_n;
@@ -250,7 +273,6 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
     return plan;
   }
   plan.block_m = entry.keys.kBlockM;
-  plan.bias_tile = select_bwd_sm80_of_rows(plan.head_dim, plan.block_m);  // as of the statistics
   plan.block_n = entry.keys.block_n();
   count_blocks(plan, params);
   // Sums in memory are in any order.

@@ -46,7 +46,7 @@ struct BwdPlan {
   std::string why_not_sm90;  // if the arch is sm80 though sm90 was not ruled out by the caller
   int head_dim;              // that the kernel was built for
   int tile;                  // index of the entry in the arch's tile table
-  int bias_tile;             // of sm80's, that of a bias's gradient
+  int bias_splits;           // CTAs that share a tile of the gradient of a bias
   int columns;  // of a gradient that a tile has, if it is one of sm80/bwd/large/, which
                 // have a table of their own; else 0
   int block_m;

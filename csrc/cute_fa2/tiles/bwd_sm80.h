@@ -93,14 +93,5 @@ constexpr int select_bwd_sm80(int head_dim, int smem_per_cta, int element_bytes)
   }
   return -1;
 }
-// The same with so many query rows in a block, whatever the shared memory.
-constexpr int select_bwd_sm80_of_rows(int head_dim, int block_m) {
-  int index = 0;
-  for (const BwdEntrySm80& entry : kBwdTilesSm80) {
-    if (entry.config.head_dim == head_dim && entry.config.block_m == block_m) return index;
-    ++index;
-  }
-  return -1;
-}
 
 }  // namespace flash_cute

@@ -319,7 +319,8 @@ inline BiasGradient gradient_of_bias(const AttentionParams& params, const Tensor
           g.step(1),        g.step(2),
           g.step(3),        has(0),
           has(1),           has(2),
-          has(3),           dtype_of(dbias) == aoti_torch_dtype_float32()};
+          has(3),           dtype_of(dbias) == aoti_torch_dtype_float32(),
+          dbias.numel()};
 }
 
 // Memory of the device for kernels alone, if they want any. It comes from torch's allocator, in the

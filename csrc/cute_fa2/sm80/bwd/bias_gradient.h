@@ -1,9 +1,15 @@
-// The gradient of a bias up to head dim 256, in 16 bits. Tiles of Q, K, V and dO are in shared
-// memory as a whole.
+// The gradient of a bias up to head dim 256, in 16 bits. Sums of dS are in registers. Q and K of
+// the next block are copied under dP, dO and V of this one under S:
+//
+//   copies     | dO(i), V(i) ....... | Q(i+1), K(i+1) .... |
+//   products   | S = Q K^T |         | dP = dO V^T |       |
+//   others     |           | P = 2^x |             | sums  |
+//              A                     B
 #pragma once
 
 #include <cute/tensor.hpp>
 
+#include "common/element.h"
 #include "common/fragment.h"
 #include "common/mask.h"
 #include "common/pack_gqa.h"
@@ -15,57 +21,203 @@
 #include "sm80/copy.h"
 #include "sm80/gemm.h"
 #include "sm80/layouts.h"
+#include "tiles/bias_gradient_sm80.h"
 
 namespace flash_cute::sm80 {
 
-// Its tiles are those of the backward, and so are its statistics.
-template <class BwdTraits>
-struct BiasGradientKernel {
-  using Element = typename BwdTraits::Element;
-  using TiledMma = typename BwdTraits::TiledMmaS;
-  using ShapeQ = typename BwdTraits::ShapeQ;
-  using ShapeDout = typename BwdTraits::ShapeDout;
-  using ShapeK = typename BwdTraits::ShapeK;
-  using ShapeV = typename BwdTraits::ShapeV;
-  using ShapeS = typename BwdTraits::ShapeS;
-  static constexpr int kBlockM = BwdTraits::kBlockM;
-  static constexpr int kBlockN = BwdTraits::kBlockN;
-  static constexpr int kThreads = BwdTraits::kThreads;
-  using Tiles = BiasTiles<Element, TiledMma, ShapeS, kThreads, kBlockM>;
-  using Arguments = typename Tiles::Arguments;
+template <DType kDType, int kHeadDim_>
+struct BiasGradientTraits {
+  using Element = ElementOf<kDType>;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kBlockM = bias_tile_sm80(kHeadDim).block_m;
+  static constexpr int kBlockN = bias_tile_sm80(kHeadDim).block_n;
+  static constexpr int kThreads = 256;
+  static constexpr int kMinCtas = 2;
 
-  struct Traits {
-    static constexpr int kThreads = BwdTraits::kThreads;
-    static constexpr int kMinCtas = 1;
-    struct SharedMemory {
-      alignas(128) Element q[cute::size(ShapeQ{})];
-      alignas(128) Element dout[cute::size(ShapeDout{})];
-      alignas(128) Element k[cute::size(ShapeK{})];
-      alignas(128) Element v[cute::size(ShapeV{})];
-      alignas(128) float sums[kBlockM * kBlockN];  // of dS, in their place (BiasTiles): they
-                                                   // are too many for registers
-      RowGradStats stats[kBlockM];
-    };
-    static_assert(sizeof(SharedMemory) <= sizeof(typename BwdTraits::SharedMemory));
+  using ShapeQ = cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>;  // and of dO
+  using ShapeK = cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>;  // and of V
+  using ShapeS = cute::Shape<cute::Int<kBlockM>, cute::Int<kBlockN>>;
+  // A warp has 16 rows: their operands take few registers.
+  static constexpr int kRowWarps = kBlockM / 16;
+  using TiledMma = TiledMmaOf<Element, kRowWarps, kThreads / 32 / kRowWarps>;
+  using Tiles = BiasTiles<Element, TiledMma, ShapeS, kThreads>;
+  using GmemCopy = GmemTiledCopy<platform::CopyGlobalToShared, Element, kThreads, strip(kHeadDim)>;
+  using LoadMatrix = cute::Copy_Atom<platform::LoadMatrix, Element>;
+  using LoadA = decltype(cute::make_tiled_copy_A(LoadMatrix{}, TiledMma{}));
+  using LoadB = decltype(cute::make_tiled_copy_B(LoadMatrix{}, TiledMma{}));
+
+  struct Operands {
+    alignas(128) Element q[cute::size(ShapeQ{})];
+    alignas(128) Element dout[cute::size(ShapeQ{})];
+    alignas(128) Element k[cute::size(ShapeK{})];
+    alignas(128) Element v[cute::size(ShapeK{})];
   };
+  struct SharedMemory {
+    union {
+      Operands operands;
+      float sums[kBlockM * kBlockN];  // on their way out
+    };
+    typename Tiles::Tile tile;
+    // Of this block and the next:
+    alignas(16) RowGradStats stats[2][kBlockM];
+    typename Tiles::Block blocks[2];
+  };
+  static_assert(sizeof(SharedMemory) <= 99 * 1024);
+};
+
+template <class Traits_>
+struct BiasGradientKernel {
+  using Traits = Traits_;
+  using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
+  using TiledMma = typename Traits::TiledMma;
+  using ShapeQ = typename Traits::ShapeQ;
+  using ShapeK = typename Traits::ShapeK;
+  using ShapeS = typename Traits::ShapeS;
+  // dP is computed for so many keys at a time: registers are short.
+  static constexpr int kKeysOfDp = 32;
+  using ShapeDp = cute::Shape<cute::Int<Traits::kBlockM>, cute::Int<kKeysOfDp>>;
+  using ShapeV = cute::Shape<cute::Int<kKeysOfDp>, cute::Int<Traits::kHeadDim>>;
+  using Tiles = typename Traits::Tiles;
+  using Block = typename Tiles::Block;
+  using Arguments = typename Tiles::Arguments;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
-    const auto bias_tile = Tiles::of_cta(arguments);
-    // Each thread has its own elements of the sums, until they are stored.
-    const auto mine = Tiles::coords(platform::thread_index());
-    for (int i = 0; i < cute::size(mine); ++i) smem.sums[Tiles::place(mine(i))] = 0.f;
-    Tiles::for_each(arguments, bias_tile,
-                    [&](const TileCoord& at, int key_block, const Sequence& sequence) {
-                      add(at, key_block, arguments, sequence, smem);
-                    });
-    Tiles::store(arguments, bias_tile, smem.sums);
+    if (platform::thread_index() == 0) {
+      smem.tile = Tiles::of_cta(arguments);
+      smem.blocks[0] = Tiles::first(arguments, smem.tile);
+    }
+    platform::sync_cta();  // it is known which block comes first, to all threads
+    auto sums = partition_fragment_C(TiledMma{}, ShapeS{});  // (4, MMA_M, kBlockN / 16)
+    cute::clear(sums);
+    if (smem.blocks[0].exists()) {
+      load_q_and_k(arguments, smem, 0);
+      prefetch_bias(arguments.params, smem.blocks[0]);
+    }
+    for (int stage = 0; smem.blocks[stage].exists(); stage ^= 1) {
+      add(arguments, smem, stage, sums);
+    }
+    platform::sync_cta();  // all warps are done with the last block
+    Tiles::store(arguments, smem.tile, sums, smem.sums);
   }
 
  private:
-  template <class Shape>
-  static CUTE_DEVICE auto tile(Element* data) {
-    return make_tensor(cute::make_smem_ptr(data), SmemLayout<Shape>{});
+  // Adds dS of a block.
+  template <class Sums>
+  static CUTE_DEVICE void add(const Arguments& arguments, SharedMemory& smem, int stage,
+                              Sums& sums) {
+    using namespace cute;
+    // A: Q, K and statistics are there, for all threads. All warps are done with dO and V of the
+    // block before, which may be overwritten.
+    platform::wait_copies<0>();
+    platform::sync_cta();
+    load_dout_and_v(arguments.params, smem, stage);
+    if (platform::thread_index() == 0) {
+      const Block next = Tiles::next(arguments, smem.tile, smem.blocks[stage]);
+      smem.blocks[stage ^ 1] = next;
+    }
+    const Block& block = smem.blocks[stage];
+    auto tSrP = partition_fragment_C(TiledMma{}, ShapeS{});  // as sums
+    gemm(tile<ShapeQ>(smem.operands.q), tile<ShapeK>(smem.operands.k), block, tSrP);
+    to_weights(arguments.params, smem, stage, tSrP);
+
+    // B: dO and V are there, and it is known which block comes next, for all threads. All warps are
+    // done with Q and K, which may be overwritten.
+    platform::wait_copies<0>();
+    platform::sync_cta();
+    if (smem.blocks[stage ^ 1].exists()) load_q_and_k(arguments, smem, stage ^ 1);
+    const auto weights = as_matrix(tSrP);  // (rows, columns)
+    auto sum = as_matrix(sums);            // likewise
+    CUTE_UNROLL
+    for (int part = 0; part < kBlockN / kKeysOfDp; ++part) {
+      auto tSrDp = partition_fragment_C(TiledMma{}, ShapeDp{});  // (4, MMA_M, kKeysOfDp / 16)
+      const auto sV = local_tile(tile<ShapeK>(smem.operands.v), ShapeV{}, make_coord(part, _0{}));
+      gemm(tile<ShapeQ>(smem.operands.dout), sV, block, tSrDp);
+      const auto dp = as_matrix(tSrDp);  // (rows, columns)
+      for_each_row(dp, smem.stats[stage], [&](int r, const RowGradStats& stats) {
+        CUTE_UNROLL
+        for (int i = 0; i < size<1>(dp); ++i) {
+          const int c = part * static_cast<int>(size<1>(dp)) + i;
+          // Selected: dP of a key ahead of the sequence may be NaN.
+          if (weights(r, c) != 0.f) {
+            sum(r, c) = fmaf(weights(r, c), dp(r, i) - stats.delta, sum(r, c));
+          }
+        }
+      });
+      // ptxas would take operands of the next part's products, for which there are no registers.
+      platform::schedule_fence(block.key_block);
+    }
+  }
+
+  // P from S.
+  template <class S>
+  static CUTE_DEVICE void to_weights(const BwdParams& params, const SharedMemory& smem, int stage,
+                                     S& tSrS) {
+    const Block& block = smem.blocks[stage];
+    const int row0 = block.at.m_block * kBlockM;
+    const int key0 = block.key_block * kBlockN - block.sequence.first_k;  // may be below 0
+    const auto mine = Tiles::coords(platform::rematerialize(platform::thread_index()));
+    auto weights = as_matrix(tSrS);  // (rows, columns)
+    ScoreMod<Element, true, false>(params, block.sequence, block.at.batch)
+        .apply(weights, NoDerivatives{}, mine, Tiles::coords(0u), row0, key0,
+               [&](int row) { return PackGqa::HeadAndQuery{block.at.head, row}; });
+    const Mask<MaskKind::kScored, UnpackedRows> mask(params, block.sequence, UnpackedRows{});
+    mask.apply(weights, mine, Tiles::coords(0u), row0, kBlockM, key0, kBlockN);
+    const float scale_log2 = params.scale.signed_log2();
+    for_each_row(weights, smem.stats[stage], [&](int r, const RowGradStats& stats) {
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(weights); ++c) {
+        weights(r, c) =
+            platform::exp2(not_above_0(fmaf(weights(r, c), scale_log2, -stats.lse_log2)));
+      }
+    });
+  }
+
+  // f(row of the fragment, its statistics)
+  template <class Scores, class F>
+  static CUTE_DEVICE void for_each_row(const Scores& scores, const RowGradStats* stats,
+                                       const F& f) {
+    const auto mine = Tiles::coords(platform::rematerialize(platform::thread_index()));
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(scores); ++r) f(r, stats[cute::get<0>(mine(r, 0))]);
+  }
+
+  // Each block of a CTA has the same bias: it stays in L1.
+  static CUTE_DEVICE void prefetch_bias(const BwdParams& params, const Block& block) {
+    ScoreMod<Element, true>(params, block.sequence, block.at.batch)
+        .template prefetch_bias<kBlockM, kBlockN, Traits::kThreads>(
+            platform::thread_index(), block.at.m_block * kBlockM,
+            block.key_block * kBlockN - block.sequence.first_k,
+            [&](int row) { return PackGqa::HeadAndQuery{block.at.head, row}; });
+  }
+
+  // -- copies: what a block shares with the one before is there already --------------------------
+
+  static CUTE_DEVICE void load_q_and_k(const Arguments& arguments, SharedMemory& smem, int stage) {
+    const BwdParams& params = arguments.params;
+    const Block& block = smem.blocks[stage];
+    if (block.has_new_rows) load_rows(params.q, block, params.head_dim, smem.operands.q);
+    if (block.has_new_keys) load_keys(params, params.k, block, params.head_dim, smem.operands.k);
+    load_stats(arguments, block, smem.stats[stage]);
+    platform::commit_copies();
+  }
+  static CUTE_DEVICE void load_dout_and_v(const BwdParams& params, SharedMemory& smem, int stage) {
+    const Block& block = smem.blocks[stage];
+    if (block.has_new_rows) load_rows(params.dout, block, params.head_dim_v, smem.operands.dout);
+    if (block.has_new_keys) load_keys(params, params.v, block, params.head_dim_v, smem.operands.v);
+    platform::commit_copies();
+  }
+  static CUTE_DEVICE void load_rows(const TensorView<const void*>& view, const Block& block,
+                                    int columns, Element* to) {
+    load<ShapeQ>(view, block.at.batch, block.at.head, block.at.m_block, block.sequence.len_q,
+                 columns, to);
+  }
+  static CUTE_DEVICE void load_keys(const BwdParams& params, const TensorView<const void*>& view,
+                                    const Block& block, int columns, Element* to) {
+    load<ShapeK>(view, block.at.batch, block.kv_head, block.key_block,
+                 block.sequence.first_k + block.sequence.len_k, columns, to);
   }
 
   // Block `index` of a head's rows, of which there are `rows`. Others become zeros.
@@ -73,83 +225,41 @@ struct BiasGradientKernel {
   static CUTE_DEVICE void load(const TensorView<const void*>& view, int batch, int head, int index,
                                int rows, int columns, Element* to) {
     constexpr int kRows = decltype(cute::size<0>(Shape{}))::value;
-    constexpr int kColumns = decltype(cute::size<1>(Shape{}))::value;
-    const TileLoader<typename BwdTraits::template GmemCopy<kColumns>, Shape> loader(
-        platform::thread_index(), columns);
+    const TileLoader<typename Traits::GmemCopy, Shape> loader(
+        platform::rematerialize(platform::thread_index()), columns);
+    const int64_t stride_row = platform::rematerialize(view.stride_row);
     const Element* const matrix = static_cast<const Element*>(view.data) +
                                   batch * view.stride_batch + head * view.stride_head;
-    const Element* source = loader.find(matrix, view.stride_row, index);
-    loader.template load<false>(source, view.stride_row, tile<Shape>(to), rows - index * kRows);
+    const Element* source = loader.find(matrix, stride_row, index);
+    loader.template load<false>(source, stride_row, tile<Shape>(to), rows - index * kRows);
   }
 
-  // Adds dS of a tile, of which the keys are those of the tensors, whatever the sequence's start.
-  static CUTE_DEVICE void add(TileCoord at, int key_block, const Arguments& arguments,
-                              const Sequence& sequence, SharedMemory& smem) {
+  // Two rows a thread. With zeros dS of a row that does not exist is P * (0 - 0).
+  static CUTE_DEVICE void load_stats(const Arguments& arguments, const Block& block,
+                                     RowGradStats* stats) {
     using namespace cute;
-    const BwdParams& params = arguments.params;
-    const Mask<MaskKind::kScored, UnpackedRows> mask(params, sequence, UnpackedRows{});
-    const int row0 = at.m_block * kBlockM, key0 = key_block * kBlockN - sequence.first_k;
-
-    platform::sync_cta();  // all warps are done with the tile before
-    const int kv_head = at.head / params.group_size, keys = sequence.first_k + sequence.len_k;
-    load<ShapeQ>(params.q, at.batch, at.head, at.m_block, sequence.len_q, params.head_dim, smem.q);
-    load<ShapeDout>(params.dout, at.batch, at.head, at.m_block, sequence.len_q, params.head_dim_v,
-                    smem.dout);
-    load<ShapeK>(params.k, at.batch, kv_head, key_block, keys, params.head_dim, smem.k);
-    load<ShapeV>(params.v, at.batch, kv_head, key_block, keys, params.head_dim_v, smem.v);
-    platform::commit_copies();
-    const int64_t block =
-        int64_t{at.head} * params.m_blocks + at.batch * arguments.stats_blocks + at.m_block;
-    for (int i = platform::thread_index(); i < kBlockM; i += kThreads) {
-      smem.stats[i] = params.workspace.stats[block * kBlockM + i];
-    }
-    platform::wait_copies<0>();
-    platform::sync_cta();  // the tiles and the statistics are there, for all threads
-
-    auto tSrS = partition_fragment_C(TiledMma{}, ShapeS{});  // (4, MMA_M, N / 8)
-    gemm(tile<ShapeQ>(smem.q), tile<ShapeK>(smem.k), tSrS);
-    auto weights = as_matrix(tSrS);  // (rows, columns)
-    const auto mine = Tiles::coords(platform::rematerialize(platform::thread_index()));
-    const ScoreMod<Element, true> score_mod(params, sequence, at.batch);
-    score_mod.apply(weights, NoDerivatives{}, mine, Tiles::coords(0u), row0, key0,
-                    [&](int row) { return PackGqa::HeadAndQuery{at.head, row}; });
-    mask.apply(weights, mine, Tiles::coords(0u), row0, kBlockM, key0, kBlockN);
-    for_each_row(weights, smem, [&](int r, const RowGradStats& stats) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(weights); ++c) {
-        weights(r, c) = platform::exp2(
-            not_above_0(fmaf(weights(r, c), params.scale.signed_log2(), -stats.lse_log2)));
-      }
-    });
-
-    auto tSrDp = partition_fragment_C(TiledMma{}, ShapeS{});  // (4, MMA_M, N / 8)
-    gemm(tile<ShapeDout>(smem.dout), tile<ShapeV>(smem.v), tSrDp);
-    const auto dp = as_matrix(tSrDp);
-    for_each_row(weights, smem, [&](int r, const RowGradStats& stats) {
-      CUTE_UNROLL
-      for (int c = 0; c < size<1>(weights); ++c) {
-        float& sum = smem.sums[Tiles::place(mine(r, c))];
-        // Selected: dP of a key ahead of the sequence may be NaN.
-        if (weights(r, c) != 0.f) sum = fmaf(weights(r, c), dp(r, c) - stats.delta, sum);
-      }
-    });
+    const int row = 2 * platform::rematerialize(platform::thread_index());
+    if (row >= kBlockM) return;
+    const bool exists = block.at.m_block * kBlockM + row < block.sequence.len_q;
+    const auto* from = reinterpret_cast<const float*>(arguments.stats(block.at) + row);
+    auto* to = reinterpret_cast<float*>(stats + row);
+    copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(exists),
+         make_tensor(make_gmem_ptr(from), Shape<_4>{}),
+         make_tensor(make_smem_ptr(to), Shape<_4>{}));
   }
 
-  // f(row of the fragment, its statistics)
-  template <class Scores, class F>
-  static CUTE_DEVICE void for_each_row(const Scores& scores, const SharedMemory& smem, const F& f) {
-    const auto mine = Tiles::coords(platform::rematerialize(platform::thread_index()));
-    CUTE_UNROLL
-    for (int r = 0; r < cute::size<0>(scores); ++r) f(r, smem.stats[cute::get<0>(mine(r, 0))]);
+  template <class Shape>
+  static CUTE_DEVICE auto tile(Element* data) {
+    return make_tensor(cute::make_smem_ptr(data), SmemLayout<Shape>{});
   }
 
-  // C = A B^T
+  // C = A B^T. Where a thread's operands lie is computed anew in each block: it would hold
+  // registers.
   template <class A, class B, class C>
-  static CUTE_DEVICE void gemm(const A& sA, const B& sB, C& rC) {
+  static CUTE_DEVICE void gemm(const A& sA, const B& sB, const Block& block, C& rC) {
     cute::clear(rC);
-    smem_gemm<typename BwdTraits::template LoadA<TiledMma>,
-              typename BwdTraits::template LoadB<TiledMma>>(TiledMma{}, platform::thread_index(),
-                                                            sA, sB, rC);
+    const unsigned thread = platform::rematerialize(platform::thread_index(), block.key_block);
+    smem_gemm<typename Traits::LoadA, typename Traits::LoadB>(TiledMma{}, thread, sA, sB, rC);
   }
 };
 

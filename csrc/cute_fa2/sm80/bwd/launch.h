@@ -58,14 +58,15 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
 template <DType kDType, int kHeadDim>
 void launch_bias_gradient_sm80(const BwdPlan& plan, const BwdParams& params, int device,
                                cudaStream_t stream) {
-  index_switch<std::size(kBwdTilesSm80)>(plan.bias_tile, [&](auto index) {
-    constexpr BwdConfigSm80 kConfig = kBwdTilesSm80[index()].config;
-    if constexpr (kConfig.head_dim == kHeadDim) {
-      using Kernel = sm80::BiasGradientKernel<sm80::BwdTraits<kDType, kConfig>>;
-      const typename Kernel::Arguments arguments(params);
-      run_grid<Kernel>(arguments, arguments.ctas(), device, stream);
-    }
-  });
+  using Kernel = sm80::BiasGradientKernel<sm80::BiasGradientTraits<kDType, kHeadDim>>;
+  const typename Kernel::Arguments arguments(params, plan.bias_splits, plan.block_m);
+  run_grid<Kernel>(arguments, arguments.ctas(), device, stream);
+  if (plan.bias_splits > 1) {
+    using SumKernel = sm80::BiasSumKernel<ElementOf<kDType>>;
+    const typename SumKernel::Arguments of_sum = {params.dbias, params.workspace.dbias,
+                                                  plan.bias_splits};
+    run_grid<SumKernel>(of_sum, of_sum.ctas(), device, stream);
+  }
 }
 
 template <DType kDType, int kHeadDim, MaskKind kMask>

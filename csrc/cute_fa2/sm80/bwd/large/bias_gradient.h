@@ -3,7 +3,6 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/fragment.h"
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
@@ -20,37 +19,30 @@ struct LargeBiasGradientKernel {
   using SharedMemory = typename Traits::SharedMemory;
   using TiledMma = typename Traits::TiledMmaS;
   using ShapeS = typename Traits::ShapeS;
-  using Tiles =
-      BiasTiles<typename Traits::Element, TiledMma, ShapeS, Traits::kThreads, Traits::kBlockRows>;
+  using Tiles = BiasTiles<typename Traits::Element, TiledMma, ShapeS, Traits::kThreads>;
   using Arguments = typename Tiles::Arguments;
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     using namespace cute;
     const BwdParams& params = arguments.params;
-    const auto bias_tile = Tiles::of_cta(arguments);
+    const auto tile = Tiles::of_cta(arguments);
     auto sums = partition_fragment_C(TiledMma{}, ShapeS{});  // (4, MMA_M, kBlockRows / 32)
     clear(sums);
-    Tiles::for_each(arguments, bias_tile,
-                    [&](const TileCoord& at, int key_block, const Sequence& sequence) {
-                      platform::sync_cta();  // all warps are done with the block before
-                      if (platform::thread_index() == 0) {
-                        const int64_t stats_blocks = int64_t{at.batch} * arguments.stats_blocks;
-                        smem.tile = {at, sequence, stats_blocks * Traits::kBlockRows, 0,
-                                     at.head / params.group_size};
-                      }
-                      platform::sync_cta();  // it is known which block comes, to all threads
-                      LargeBwdMainloop<Traits, Gradient::kBias>(params, smem).add(key_block, sums);
-                    });
+    for (auto block = Tiles::first(arguments, tile); block.exists();
+         block = Tiles::next(arguments, tile, block)) {
+      platform::sync_cta();  // all warps are done with the block before
+      if (platform::thread_index() == 0) {
+        smem.tile = {block.at, block.sequence, int64_t{block.at.batch} * arguments.stats_rows, 0,
+                     block.kv_head};
+      }
+      platform::sync_cta();  // it is known which block comes, to all threads
+      LargeBwdMainloop<Traits, Gradient::kBias>(params, smem).add(block.key_block, sums);
+    }
 
     // The ring's memory is free.
     static_assert(sizeof(float) * size(ShapeS{}) <= sizeof(smem.chunks));
-    auto* const places = reinterpret_cast<float*>(smem.chunks);
-    const auto matrix = as_matrix(sums);  // (rows, columns)
-    const auto mine = Tiles::coords(platform::thread_index());
     platform::sync_cta();  // all warps are done with the last block
-    CUTE_UNROLL
-    for (int i = 0; i < size(matrix); ++i) places[Tiles::place(mine(i))] = matrix(i);
-    Tiles::store(arguments, bias_tile, places);
+    Tiles::store(arguments, tile, sums, reinterpret_cast<float*>(smem.chunks));
   }
 };
 

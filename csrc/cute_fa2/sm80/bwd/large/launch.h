@@ -37,7 +37,7 @@ void launch_bwd_large(const BwdPlan& plan, BwdParams params, int device, cudaStr
       params.heads_q, params.head_dim);
   if (params.dbias.data) {
     using Kernel = LargeBiasGradientKernel<Traits>;
-    const typename Kernel::Arguments of_bias(params);
+    const typename Kernel::Arguments of_bias(params, plan.bias_splits, plan.block_m);
     run_grid<Kernel>(of_bias, of_bias.ctas(), device, stream);
   }
 }
