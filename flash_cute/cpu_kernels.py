@@ -213,7 +213,8 @@ def _formula(
 
 def _norms(x: Tensor) -> Tensor:
     """Of rows, (...), in fp64, where they do not overflow."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return norms
 
 
 def backward(
