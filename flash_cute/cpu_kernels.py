@@ -211,6 +211,12 @@ def _formula(
         yield rows, out.unflatten(2, (heads[1], -1)).flatten(1, 2), lse
 
 
+def _norms(x: Tensor) -> Tensor:
+    """Of rows, (...), in fp64, where they do not overflow."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return norms
+
+
 def backward(
     dq: Tensor,
     dk: Tensor,
@@ -241,6 +247,7 @@ def backward(
     group = heads_q // heads_kv
     k, v = k.to(dtype), v.to(dtype)
     dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
+    norm_k = _norms(k).nan_to_num(0.0, 0.0).amax(-1, keepdim=True) if len_k > 0 else 0.0
     sink = None if changes.sink is None else changes.sink.to(dtype).view(1, heads_kv, group, 1)
 
     def take(x: Tensor, rows: slice) -> Tensor:
@@ -264,7 +271,8 @@ def backward(
 
         # P = e^(scores - LSE), delta = rowsum(dO * O) - dLSE. But the LSE and O come rounded. They
         # may be those of more keys than are here, as in ring attention; if not, the sums over these
-        # keys are more exact: that of the weights, and rowsum(P * dP) for rowsum(dO * O).
+        # keys are more exact: that of the weights, and rowsum(P * dP) for rowsum(dO * O). Both LSEs
+        # may differ by the rounding of the scores, which grows with the norms of q and k.
         lse = take(softmax_lse, rows)
         row_max = scores.amax(-1) if keys.stop > keys.start else torch.full_like(lse, -math.inf)
         no_key = row_max == -math.inf
@@ -276,7 +284,8 @@ def backward(
         row_sum = weights.sum(-1)
         if sink is not None:
             row_sum += (sink_rows - row_max).exp_()
-        is_own = torch.isclose(row_max + row_sum.log(), lse, rtol=1e-6, atol=1e-6)
+        rounding = 1e-6 + 1e-6 * lse.abs() + 4 * torch.finfo(dtype).eps * _norms(q_rows) * norm_k
+        is_own = (row_max + row_sum.log() - lse).abs() <= rounding
         factor = torch.where(is_own, 1 / row_sum, (row_max - lse).exp()).masked_fill_(no_key, 0)
         weights.mul_(factor[..., None])
         dweights = dout_rows @ v_seen.mT

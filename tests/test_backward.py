@@ -118,13 +118,17 @@ def test_very_negative_scores(device, dtype, len_q, len_k):
         assert all(dx.isfinite().all() for dx in gradients)
 
 
+@pytest.mark.parametrize("cancels", [False, True])
 @pytest.mark.parametrize("device, dtype", BACKENDS[:4])
-def test_huge_scores(device, dtype):
-    """One key outweighs all others, by scores whose fp32 numbers are thousands apart. On a GPU
-    weights come from the fp32 LSE, which does not tell them apart."""
+def test_huge_scores(device, dtype, cancels):
+    """One key outweighs all others, by scores whose fp32 numbers are thousands apart, or which are
+    far smaller than their summands. On a GPU weights come from the fp32 LSE, which does not tell
+    them apart."""
     size = 200.0 if dtype == torch.float16 else 133120.0
-    q, k, v = random_inputs(1, 2, 9, 64, len_k=20, dtype=dtype, device=device)
-    q, k = (x.sign() * size for x in (q, k))
+    sizes = (1, 32, 9, 40) if cancels else (1, 2, 9, 64)
+    len_k = 9 if cancels else 20
+    q, k, v = random_inputs(*sizes, len_k=len_k, dtype=dtype, device=device)
+    q, k = (x * size if cancels else x.sign() * size for x in (q, k))
     dq, dk, dv = check_gradients(q, k, v, True)
     assert dq.isfinite().all() and dk.isfinite().all() and dv.abs().max() < 100
 
