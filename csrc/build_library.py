@@ -161,8 +161,8 @@ def chosen(variable: str, allowed: Sequence[str]) -> list[str]:
 
 
 def narrow_to_example() -> None:
-    """Narrows the build to head dim 64 on the GPU that is here, or to what a library holds that is
-    in place and serves that. The environment comes first."""
+    """Narrows the build to head dim 64 in 16 bits on the GPU that is here, or to what a library
+    holds that is in place and serves that. The environment comes first."""
     cuda = find_cuda()
     if not cuda or os.environ.get("FLASH_CUTE_HEAD_DIMS") or os.environ.get("FLASH_CUTE_ARCHS"):
         return
@@ -170,14 +170,14 @@ def narrow_to_example() -> None:
 
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 8
     archs = [arch for arch in cuda.archs() if int(arch.rstrip("a")) // 10 == major] or ["80"]
-    head_dims, dtypes = [64], [*variants.ALL_DTYPES]
-    with suppress(OSError, AttributeError):  # there is none, or it is of another version
+    head_dims, dtypes = [64], [*variants.HALF_DTYPES]
+    with suppress(OSError, AttributeError, KeyError):  # there is none, or it is of another version
         torch.ops.load_library(LIBRARY)
         info = json.loads(torch.ops.flash_cute.build_info())
         held = [arch for arch in ARCHS if f"sm_{arch}" in info["archs"]]
-        if 64 in info["head_dims"] and {*archs} <= {*held}:
-            head_dims, archs = [*info["head_dims"], *info.get("large_head_dims", [])], held
-            dtypes = info.get("dtypes", dtypes)
+        if 64 in info["head_dims"] and "bf16" in info["dtypes"] and {*archs} <= {*held}:
+            head_dims, archs = [*info["head_dims"], *info["large_head_dims"]], held
+            dtypes = info["dtypes"]
     os.environ["FLASH_CUTE_HEAD_DIMS"] = ",".join(map(str, head_dims))
     os.environ["FLASH_CUTE_DTYPES"] = os.environ.get("FLASH_CUTE_DTYPES") or ",".join(dtypes)
     os.environ["FLASH_CUTE_ARCHS"] = ",".join(archs)

@@ -14,7 +14,7 @@ import torch
 
 import flash_cute
 from flash_cute import checks, hub, ops, plan, tolerance
-from flash_cute.checks import CPU_DTYPES, GPU_DTYPES, why_not
+from flash_cute.checks import CPU_DTYPES, why_not
 
 #: Shapes of the check: ragged lengths, grouped heads.
 BATCH, HEADS_Q, HEADS_KV = 2, 4, 2
@@ -119,7 +119,9 @@ def _driver() -> str:
 
 def _check(device: torch.device) -> bool:
     """Compares dtype x head dim x mask with the reference, printing a line for each."""
-    dtypes = GPU_DTYPES if device.type == "cuda" else CPU_DTYPES
+    names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    built = [names[name] for name in ops.build_info()["dtypes"]]
+    dtypes = built if device.type == "cuda" else CPU_DTYPES
     head_dims = [*ops.build_info()["head_dims"], *ops.build_info()["large_head_dims"]]
     cases = [
         (dtype, head_dim, is_causal)

@@ -69,14 +69,15 @@ def test_chosen_items(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "in_place", "asked", "expected"),
     [
-        (None, None, None, ("64", "80")),
-        ((8, 6), None, None, ("64", "80")),
-        ((9, 0), None, None, ("64", "90,90a")),
-        ((12, 1), None, None, ("64", "80")),  # the toolkit below knows it not: the PTX serves it
-        ((9, 0), ([64], ["sm_80", "compute_80"]), None, ("64", "90,90a")),
-        ((9, 0), ([32, 64], ["sm_80", "sm_90", "sm_90a"]), None, ("32,64", "80,90,90a")),
-        (None, ([32], ["sm_80"]), None, ("64", "80")),
-        (None, None, "256", ("256", None)),
+        (None, None, None, ("64", "fp16,bf16", "80")),
+        ((8, 6), None, None, ("64", "fp16,bf16", "80")),
+        ((9, 0), None, None, ("64", "fp16,bf16", "90,90a")),
+        # The toolkit below does not know it: the PTX serves it.
+        ((12, 1), None, None, ("64", "fp16,bf16", "80")),
+        ((9, 0), ([64], ["sm_80", "compute_80"]), None, ("64", "fp16,bf16", "90,90a")),
+        ((9, 0), ([32, 64], ["sm_80", "sm_90", "sm_90a"]), None, ("32,64", "bf16", "80,90,90a")),
+        (None, ([32], ["sm_80"]), None, ("64", "fp16,bf16", "80")),
+        (None, None, "256", ("256", None, None)),
     ],
 )
 def test_make_run_builds_what_the_example_needs(
@@ -85,23 +86,25 @@ def test_make_run_builds_what_the_example_needs(
     capability: tuple[int, int] | None,
     in_place: tuple[list[int], list[str]] | None,
     asked: str | None,
-    expected: tuple[str, str | None],
+    expected: tuple[str, str | None, str | None],
 ) -> None:
     def load(library: Path) -> None:
         if not in_place:
             raise OSError
 
     info = {"head_dims": in_place[0], "archs": in_place[1]} if in_place else {}
+    info |= {"large_head_dims": [], "dtypes": ["bf16"]}
     ops = SimpleNamespace(build_info=lambda: build_library.json.dumps(info))
     monkeypatch.setattr(torch, "ops", SimpleNamespace(load_library=load, flash_cute=ops))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path, "12.4")))
     monkeypatch.setenv("FLASH_CUTE_HEAD_DIMS", asked or "")
+    monkeypatch.setenv("FLASH_CUTE_DTYPES", "")
     monkeypatch.setenv("FLASH_CUTE_ARCHS", "")
     build_library.narrow_to_example()
-    got = os.environ["FLASH_CUTE_HEAD_DIMS"], os.environ["FLASH_CUTE_ARCHS"] or None
-    assert got == expected
+    got = tuple(os.environ[f"FLASH_CUTE_{name}"] for name in ("HEAD_DIMS", "DTYPES", "ARCHS"))
+    assert got == tuple(item or "" for item in expected)
 
 
 def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
