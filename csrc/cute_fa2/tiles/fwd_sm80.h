@@ -86,9 +86,7 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     {{192, 192, 128, 64, 8, false}, 1},     // 1.00, N 512 and 4096
     {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.17, N 512 to 16384
     {{256, 256, 128, 64, 4, false, 2}, 1},  // not timed
-    // Likewise.
-    {{256, 256, 64, 32, 4, false, 1, true}, 2, true},
-    {{256, 256, 64, 64, 4, false}, 1},  // 1.08, N 512 and 4096
+    {{256, 256, 64, 64, 4, false}, 1},      // 1.08, N 512 and 4096
     // ..., column_warps, q_in_registers, chunk_stages, k_columns, v_keys, v_columns; ctas_per_sm
     {{384, 384, 64, 128, 2, false, 4, false, 4, 64, 32, 384}, 1},
     {{384, 384, 64, 64, 2, false, 4, false, 3, 64, 16, 384}, 1},
