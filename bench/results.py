@@ -111,7 +111,7 @@ SECTIONS = (
         "Softcap, ALiBi and biases",
         "Causal, beside the plain call; `/ plain` is our time as a multiple of its. A bias is "
         "(1, H, N, N), one of keys (B, 1, 1, N). Trained ones have a gradient.",
-        ("scores_h100", "scores_01ad88e_h100"),
+        ("scores_h100", "scores_2b32ff6_h100", "scores_01ad88e_h100"),
         tables.scores,
     ),
     Section(
@@ -124,7 +124,12 @@ SECTIONS = (
         "D 192/128 is Q and K of 192 columns with V of 128.",
         ("unequal_h100",),
     ),
-    Section("fp32", "", ("fp32_h100", "fp32_01ad88e_h100")),
+    Section("fp32", "", ("fp32_h100", "fp32_0f530c0_h100", "fp32_01ad88e_h100")),
+    Section(
+        "A tile of fp32",
+        "`smem_limit=198000` has the tile that was kept, flash_cute here another.",
+        ("fp32_tiles_h100",),
+    ),
     Section("All providers", "One shape.", ("peers",)),
     Section(
         "Tiles for 99 KB",
@@ -134,6 +139,12 @@ SECTIONS = (
         tables.lengths,
     ),
     Section("Tiles for 99 KB at every head dim", "", ("small_smem_tuning",)),
+    Section(
+        "Q in registers in tiles for 99 KB",
+        "`smem_limit=101376` has Q in registers, `smem_limit=98304` the tile before. That of D 256 "
+        "was dropped.",
+        ("small_smem_192_h100", "small_smem_256_h100"),
+    ),
     Section(
         "Host time",
         "400 calls in a row, medians of 15 rounds. Nothing is flushed. No input requires grad.",

@@ -13,8 +13,6 @@ from flash_cute import ops
 KB = 1024
 # What a device lends to one CTA at most: sm_86, sm_89 and sm_120; sm_80; sm_90 and sm_100.
 LIMITS = {"99 KB": 99 * KB, "163 KB": 163 * KB, "227 KB": 227 * KB}
-# What leads to entries for 99 KB that stand behind others until these are timed.
-BEHIND_UNTIMED = [96 * KB]
 
 INFO = ops.build_info()
 
@@ -138,8 +136,7 @@ def test_the_last_entry_fits_every_gpu(op: str) -> None:
 @OPS
 def test_every_entry_is_chosen_on_some_gpu(op: str) -> None:
     """An entry that no limit leads to would be compiled, and shipped, for nothing."""
-    limits = [*LIMITS.values(), *BEHIND_UNTIMED]
-    chosen = [entry for limit in limits for entry in ops.tiles_for(limit, op)]
+    chosen = [entry for limit in LIMITS.values() for entry in ops.tiles_for(limit, op)]
     assert [name_of(entry) for entry in OPS_SM80[op] if entry not in chosen] == []
 
 

@@ -81,9 +81,7 @@ inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     {{192, 128, 64, 64, 2, false, 2}, 2},  // not timed
     {{192, 128, 128, 64, 8, false}, 1},    // not timed
     {{192, 192, 64, 64, 2, false, 2}, 2},  // 1.12, N 512 and 4096
-    // Not timed; stands for 99 KB in front of the next.
-    {{192, 192, 64, 64, 4, false, 1, true}, 2},
-    {{192, 192, 128, 64, 8, false}, 1},     // 1.00, N 512 and 4096
+    {{192, 192, 64, 64, 4, false, 1, true}, 2},  // 1.14, N 512 and 4096
     {{256, 256, 64, 64, 2, false, 2}, 2},   // 1.17, N 512 to 16384
     {{256, 256, 128, 64, 4, false, 2}, 1},  // not timed
     {{256, 256, 64, 64, 4, false}, 1},      // 1.08, N 512 and 4096
