@@ -209,7 +209,7 @@ def test_command_says_what_was_left_out(capsys, monkeypatch):
     monkeypatch.setattr(ops, "build_info", lambda: {**build, "left_out": "head dims 32, 64"})
     monkeypatch.setattr(command, "_check", lambda _device: True)
     assert command.main(["check", "--device", "cpu"]) == 0
-    assert re.search(r"left out +head dims 32, 64 .*FLASH_CUTE_ARCHS", capsys.readouterr().out)
+    assert re.search(r"left out +head dims 32, 64 .*FLASH_CUTE_HEAD_DIMS", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("gpu", plan.DEVICES)
