@@ -18,7 +18,7 @@ help: ## list these commands
 	@echo 'With PYTHON=/path/to/python they use that Python and its torch, and touch no network.'
 
 run: setup ## the main job: a transformer block on flash_cute, checked against a reference
-	$(call BUILD,--for-example)
+	$(call BUILD,--for-example $(ARGS))
 	@$(WHERE) $(PY) -m examples.transformer_block $(ARGS)
 
 test: $(if $(PYTHON),,lint) pytest ## linters and tests (with PYTHON the tests alone); without a GPU, what runs without one

@@ -1,7 +1,8 @@
 """Builds flash_cute/_flash_cute.so: finds compilers and headers, writes build.ninja, runs ninja.
 
     python csrc/build_library.py                  build the library in place
-    python csrc/build_library.py --for-example    the same, narrowed to what `make run` needs
+    python csrc/build_library.py --for-example    the same, narrowed to what `make run` needs,
+                                                  with its arguments behind
     python csrc/build_library.py --missing        print the PyPI packages that a build here lacks
 
 setup.py calls `build_library` and `missing_packages`. CONTRIBUTING.md lists the variables.
@@ -161,8 +162,8 @@ def chosen(variable: str, allowed: Sequence[str]) -> list[str]:
 
 
 def narrow_to_example() -> None:
-    """Narrows the build to head dim 64 in 16 bits on the GPU that is here, or to what a library
-    holds that is in place and serves that. The environment comes first."""
+    """Narrows the build to head dim 64 in the example's dtype on the GPU that is here, or to what a
+    library holds that is in place and serves that. The environment comes first."""
     cuda = find_cuda()
     if not cuda or os.environ.get("FLASH_CUTE_HEAD_DIMS") or os.environ.get("FLASH_CUTE_ARCHS"):
         return
@@ -170,12 +171,12 @@ def narrow_to_example() -> None:
 
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 8
     archs = [arch for arch in cuda.archs() if int(arch.rstrip("a")) // 10 == major] or ["80"]
-    head_dims, dtypes = [64], [*variants.HALF_DTYPES]
+    head_dims, dtypes = [64], ["fp16" if any(arg.endswith("fp16") for arg in sys.argv) else "bf16"]
     with suppress(OSError, AttributeError, KeyError):  # there is none, or it is of another version
         torch.ops.load_library(LIBRARY)
         info = json.loads(torch.ops.flash_cute.build_info())
         held = [arch for arch in ARCHS if f"sm_{arch}" in info["archs"]]
-        if 64 in info["head_dims"] and "bf16" in info["dtypes"] and {*archs} <= {*held}:
+        if 64 in info["head_dims"] and {*dtypes} <= {*info["dtypes"]} and {*archs} <= {*held}:
             head_dims, archs = [*info["head_dims"], *info["large_head_dims"]], held
             dtypes = info["dtypes"]
     os.environ["FLASH_CUTE_HEAD_DIMS"] = ",".join(map(str, head_dims))

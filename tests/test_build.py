@@ -69,14 +69,14 @@ def test_chosen_items(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "in_place", "asked", "expected"),
     [
-        (None, None, None, ("64", "fp16,bf16", "80")),
-        ((8, 6), None, None, ("64", "fp16,bf16", "80")),
-        ((9, 0), None, None, ("64", "fp16,bf16", "90,90a")),
+        (None, None, None, ("64", "bf16", "80")),
+        ((8, 6), None, None, ("64", "bf16", "80")),
+        ((9, 0), None, None, ("64", "bf16", "90,90a")),
         # The toolkit below does not know it: the PTX serves it.
-        ((12, 1), None, None, ("64", "fp16,bf16", "80")),
-        ((9, 0), ([64], ["sm_80", "compute_80"]), None, ("64", "fp16,bf16", "90,90a")),
+        ((12, 1), None, None, ("64", "bf16", "80")),
+        ((9, 0), ([64], ["sm_80", "compute_80"]), None, ("64", "bf16", "90,90a")),
         ((9, 0), ([32, 64], ["sm_80", "sm_90", "sm_90a"]), None, ("32,64", "bf16", "80,90,90a")),
-        (None, ([32], ["sm_80"]), None, ("64", "fp16,bf16", "80")),
+        (None, ([32], ["sm_80"]), None, ("64", "bf16", "80")),
         (None, None, "256", ("256", None, None)),
     ],
 )
