@@ -72,7 +72,8 @@ inline constexpr BwdEntrySm80 kBwdTilesSm80[] = {
     {{256, 256, 32, 32, 1, {2, 2}, {2, 2}, {2, 2}}, 1},
 };
 
-// Of fp32, up to head dim 128: above, and where none fits, those of bwd_sm80_large.h serve.
+// Of fp32, up to head dim 128 (bench/results/fp32_h100.json). Above, and where none fits, those of
+// bwd_sm80_large.h serve.
 inline constexpr BwdEntrySm80 kBwdTilesFp32[] = {
     {{64, 64, 64, 64, 1, {2, 2}, {2, 2}, {2, 2}}, 2},
     {{64, 64, 64, 64, 1, {4, 2}, {4, 2}, {4, 2}}, 1},
