@@ -83,6 +83,7 @@ void Workspace::add(Session& session, const char* name, const void* data, int64_
 }
 
 void Workspace::add(Session& session, const BlockList& list, int splits) {
+  if (!list.sorted) return;
   add(session, "workspace.counts", list.count, list.bound > 0 ? 2 * sizeof(int) : 0);
   add(session, "workspace.sorted", list.sorted, list.bound * splits * sizeof(SequenceTile),
       GlobalMemory::Use::kPartly);

@@ -36,6 +36,7 @@ struct BlocksKernel {
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     const int cta = platform::cta_index();
     const BlockRequests& requests = arguments.requests;
+    platform::let_next_begin();
     if (cta < requests.list_count) return list(arguments.params, requests.lists[cta], smem);
     if (requests.stats) return clear_stats(arguments, cta - requests.list_count);
     const int sequence = (cta - requests.list_count) / arguments.shares;

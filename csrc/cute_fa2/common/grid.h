@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMin
 }
 
 // Runs Kernel::run(arguments, shared memory) in each thread of `ctas` CTAs. `overlaps`: its CTAs
-// may begin once all those of the kernel before have called hopper::let_next_begin. They read
+// may begin once all those of the kernel before have called platform::let_next_begin. They read
 // nothing of it, and end with hopper::wait_for_kernel_before.
 template <class Kernel>
 void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int device,

@@ -45,6 +45,14 @@ CUTE_DEVICE void reduce_add(float* sum, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(sum), "f"(x) : "memory");
 }
 
+// The kernel behind this one, if it was launched so (run_grid), may begin once all CTAs have called
+// this or ended.
+CUTE_DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // The next number of a counter in global memory, from 0 on.
 CUTE_DEVICE int next_number(int* counter) { return atomicAdd(counter, 1); }
 // Turns in global memory. One thread of a CTA waits until the counter has reached `turn`; after a

@@ -11,7 +11,7 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
                 cudaStream_t stream) {
   place_workspace(plan, params, workspace);
   const bool is_split = plan.splits.count > 1;
-  if (params.is_packed()) {
+  if (params.tiles.sorted) {
     BlockRequests requests;
     requests.add({.list = params.tiles,
                   .of_keys = false,

@@ -29,8 +29,9 @@ void finish(FwdPlan& plan, const FwdParams& params, int block_m, const DevicePro
   if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
 }
 
-// The same of packed sequences, whose lengths the device alone knows. `ctas`: at most so many.
-void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t ctas,
+// The same of packed sequences, whose lengths the device alone knows. `ctas`: at most so many, if
+// they are persistent; else 0.
+void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int ctas,
                    const DeviceProperties& device) {
   const int queries = block_m >> plan.gqa.log2_rows;  // of a tile
   const bool is_packed = params.sequences.cu_seqlens_q != nullptr;
@@ -45,19 +46,23 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int64_t 
   const int64_t head_bytes = std::max<int64_t>(1, keys * columns * bytes_of(params.dtype));
   const int head_group = plan.gqa.heads_per_kv *
                          packed_head_group(params.heads_kv(), device.l2_bytes / 3 * 2 / head_bytes);
-  plan.schedule = {.policy = ctas < tiles ? SchedulePolicy::kPersistentList : SchedulePolicy::kList,
+  // A list takes a kernel ahead. It pays where its order does.
+  const SchedulePolicy policy = ctas == 0      ? SchedulePolicy::kList
+                                : ctas < tiles ? SchedulePolicy::kPersistentList
+                                               : SchedulePolicy::kPlaces;
+  plan.schedule = {.policy = policy,
                    .block_m = block_m,
                    .order = {.m_blocks = plan.blocks * plan.splits.count,
                              .heads = plan.gqa.heads,
                              .head_group = head_group,
                              .first_head_group = head_group},
                    .tail = TailSplit::none(tiles, block_m),
-                   .ctas = static_cast<int>(std::min<int64_t>(ctas, tiles))};
+                   .ctas = policy == SchedulePolicy::kPersistentList ? ctas : tiles};
   FwdParams split = params;
   split.splits = plan.splits;
   if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
   Allocator count(nullptr);
-  count.take_list(blocks, plan.splits.count);
+  if (policy != SchedulePolicy::kPlaces) count.take_list(blocks, plan.splits.count);
   plan.workspace_bytes = count.bytes() + split_workspace_bytes(split);
 }
 
@@ -108,7 +113,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
     if (!is_asked && is_decoding(plan.gqa, usual)) {
       plan.splits.count = std::min(4 * plan.splits.count, SplitKV::kMaxCount);
     }
-    finish_packed(plan, params, block_m, INT32_MAX, device);
+    finish_packed(plan, params, block_m, /*ctas=*/0, device);
   } else {
     finish(plan, params, block_m, device, one_tile_per_cta);
   }
@@ -319,7 +324,11 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdOverrides& overrides,
 void place_workspace(const FwdPlan& plan, FwdParams& params, void* memory) {
   params.splits = plan.splits;
   Allocator allocator(memory);
-  if (params.is_packed()) params.tiles = allocator.take_list(plan.blocks, plan.splits.count);
+  if (plan.schedule.policy == SchedulePolicy::kPlaces) {
+    params.tiles.bound = plan.blocks;
+  } else if (params.is_packed()) {
+    params.tiles = allocator.take_list(plan.blocks, plan.splits.count);
+  }
   if (plan.splits.count > 1) {
     place_splits(params.splits, params, static_cast<char*>(memory) + allocator.bytes());
   }

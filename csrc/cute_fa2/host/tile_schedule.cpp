@@ -86,6 +86,8 @@ const char* name_of(SchedulePolicy policy) {
       return "a list, one tile per CTA";
     case SchedulePolicy::kPersistentList:
       return "persistent, a list";
+    case SchedulePolicy::kPlaces:
+      return "one place per CTA";
   }
   __builtin_unreachable();
 }

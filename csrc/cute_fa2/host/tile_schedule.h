@@ -82,13 +82,16 @@ struct TailSplit {
 // Packed sequences have a list, the longest tiles first, which the device makes:
 // kList               a CTA for each tile that there may be
 // kPersistentList     persistent CTAs, each of which takes the next tile that nobody has
+// Or, where all tiles run at a time, they have none:
+// kPlaces             a CTA for each place that a tile may have (sm90)
 enum class SchedulePolicy {
   kOneTilePerCta,
   kHeadByHead,
   kHeadGroups,
   kGroupedSequence,
   kList,
-  kPersistentList
+  kPersistentList,
+  kPlaces
 };
 
 const char* name_of(SchedulePolicy policy);

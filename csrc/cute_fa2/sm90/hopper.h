@@ -149,10 +149,6 @@ CUTE_DEVICE void named_barrier_sync(int barrier, int warpgroups = 2) {
   cutlass::arch::NamedBarrier::sync(warpgroups * kWarpgroup, static_cast<uint32_t>(barrier));
 }
 
-// Programmatic dependent launch, see run_grid.
-CUTE_DEVICE void let_next_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
 CUTE_DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // setmaxnreg: fewer registers for each thread of a warpgroup, or more.

@@ -1,6 +1,6 @@
 // Which tiles a persistent CTA works on, one after the other. Of a dense call all is decided before
 // the launch (host/tile_schedule.h). Of sequences of their own lengths a CTA takes the next tile
-// that nobody has.
+// that nobody has, or has one place alone.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -12,6 +12,7 @@
 #include "common/packed_tiles.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
+#include "common/tile_places.h"
 #include "host/tile_schedule.h"
 
 namespace flash_cute::sm90 {
@@ -123,13 +124,15 @@ class PersistentTileScheduler {
 };
 
 // The same for sequences of their own lengths. There are so many tiles as the device has found, the
-// longest first.
+// longest first; or if they are few, as many as there are places for them.
 class PackedTileScheduler {
  public:
-  PackedTileScheduler(const BlockList& list, int heads, const TileSchedule& schedule)
-      : tiles_(list, heads, schedule.order.head_group),
+  PackedTileScheduler(const BlockList& list, const PackGqa& pack_gqa, const TileSchedule& schedule)
+      : tiles_(list, pack_gqa.heads, schedule.order.head_group),
+        places_(list.bound, pack_gqa.heads, schedule.block_m >> pack_gqa.log2_rows),
         block_m_(schedule.block_m),
-        ctas_(schedule.ctas) {}
+        ctas_(schedule.ctas),
+        has_list_(schedule.policy != SchedulePolicy::kPlaces) {}
 
   class Iterator {
    public:
@@ -137,8 +140,12 @@ class PackedTileScheduler {
 
     // A CTA's first tile is that of its number. The counter goes on behind those of all CTAs.
     CUTE_DEVICE int first(const PackedTileScheduler&) const { return first_; }
-    CUTE_DEVICE static int next(const PackedTileScheduler& scheduler) {
-      return scheduler.ctas_ + platform::uniform_in_first_lane(scheduler.tiles_.take());
+    // Asks for the next one's number, which `next` waits for.
+    CUTE_DEVICE static int take(const PackedTileScheduler& scheduler) {
+      return scheduler.has_list_ ? scheduler.tiles_.take() : kMaxLength;
+    }
+    CUTE_DEVICE static int next(const PackedTileScheduler& scheduler, int taken) {
+      return scheduler.ctas_ + platform::uniform_in_first_lane(taken);
     }
 
    private:
@@ -146,19 +153,34 @@ class PackedTileScheduler {
   };
 
   // Asked for once: the answer is in memory.
-  CUTE_DEVICE int count() const { return tiles_.count(); }
+  CUTE_DEVICE int count() const { return has_list_ ? tiles_.count() : places_.count(); }
+  CUTE_DEVICE bool has_list() const { return has_list_; }
 
-  CUTE_DEVICE WorkTile tile(int index) const {
-    const TileCoord tile = tiles_.tile(index);
-    const int row0 = tile.m_block * block_m_;
-    return {row0, row0 + block_m_, tile.head, tile.batch};
+  CUTE_DEVICE PackedWorkTile tile(int index) const {
+    return work_tile(tiles_.tile(index), tiles_.sequence(index));
   }
-  CUTE_DEVICE Sequence sequence(int index) const { return tiles_.sequence(index); }
+
+  // Without a list: what is in a place, which all threads of the CTA clear of other rows.
+  CUTE_DEVICE PackedWorkTile look_up(const FwdParams& params, const PackGqa& pack_gqa, int index,
+                                     int threads) const {
+    TileCoord tile = places_.tile(params, index);
+    Sequence sequence = Sequence::of<MaskKind::kPacked>(params, tile.batch);
+    places_.clear_unused(params, pack_gqa, tile, sequence, platform::thread_index(), threads);
+    if (tile.m_block < 0) tile.m_block = sequence.len_q = 0;
+    return work_tile(tile, sequence);
+  }
 
  private:
+  CUTE_DEVICE PackedWorkTile work_tile(const TileCoord& tile, const Sequence& sequence) const {
+    const int row0 = tile.m_block * block_m_;
+    return {{row0, row0 + block_m_, tile.head, tile.batch}, sequence};
+  }
+
   PackedTiles tiles_;
+  TilePlaces places_;
   int block_m_;
   int ctas_;
+  bool has_list_;
 };
 
 }  // namespace flash_cute::sm90

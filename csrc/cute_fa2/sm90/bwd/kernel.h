@@ -31,7 +31,7 @@ struct BwdKernel {
     using namespace cute;
     const BwdParams& params = arguments.params;
     // dQ's own kernel fills the multiprocessors that this one leaves.
-    if (arguments.dq_by == DqBy::kOwnKernel) hopper::let_next_begin();
+    if (arguments.dq_by == DqBy::kOwnKernel) platform::let_next_begin();
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
       BwdPipeline<Traits>::init_barriers(smem, arguments.dq_by);

@@ -67,8 +67,9 @@ struct TileQueue {
       }
       full[stage].arrive();
       if (is_last) return;
+      const int taken = platform::next_number(params.workspace.tickets);  // it comes meanwhile
       f(tile);
-      index = arguments.ctas + platform::next_number(params.workspace.tickets);
+      index = arguments.ctas + taken;
     }
   }
   template <MaskKind kMask, int kBlockM, int kBlockN>

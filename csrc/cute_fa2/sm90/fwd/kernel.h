@@ -34,6 +34,7 @@ struct FwdKernel {
       Pipeline<Traits, kMask>::init_barriers(smem);
       hopper::fence_barrier_init();  // fault: init-fence
     }
+    if constexpr (has_sequences(kMask)) look_up(arguments, smem);
     platform::sync_cta();  // the initialised barriers are visible to all threads
 
     const int warpgroup = hopper::warpgroup_index();
@@ -60,6 +61,17 @@ struct FwdKernel {
       });
       Epilogue::finish();
     }
+  }
+
+ private:
+  // Where no list has the CTA's tile. Here, where registers are still many.
+  static CUTE_DEVICE void look_up(const Arguments& arguments,
+                                  typename Traits::SharedMemory& smem) {
+    const PackedTileScheduler& scheduler = arguments.packed_scheduler;
+    if (scheduler.has_list()) return;
+    const PackedWorkTile tile = scheduler.look_up(arguments.params, arguments.pack_gqa,
+                                                  platform::cta_index(), Traits::kThreads);
+    if (hopper::is_first_thread()) Producer::keep(smem, tile);
   }
 };
 

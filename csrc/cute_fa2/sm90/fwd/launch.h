@@ -24,14 +24,15 @@ void launch_fwd_sm90(const FwdPlan& plan, const FwdParams& params, int device,
       const sm90::Arguments arguments = {
           plan.tensor_maps, params, pack_gqa,
           sm90::PersistentTileScheduler(plan.schedule, pack_gqa, params.batch),
-          sm90::PackedTileScheduler(params.tiles, pack_gqa.heads, plan.schedule)};
+          sm90::PackedTileScheduler(params.tiles, pack_gqa, plan.schedule)};
       if constexpr (kEntry.config.is_large()) {
         run_grid<sm90::LargeFwdKernel<sm90::LargeFwdTraits<kDType, kEntry.config>, kMask>>(
             arguments, plan.schedule.ctas, device, stream);
       } else {
         constexpr bool kReadsBias = kMask == MaskKind::kScored && kEntry.bias;
         using Traits = sm90::FwdTraits<kDType, kEntry.config, kSplitKV, kIsPacked, kReadsBias>;
-        run_grid<sm90::FwdKernel<Traits, kMask>>(arguments, plan.schedule.ctas, device, stream);
+        run_grid<sm90::FwdKernel<Traits, kMask>>(arguments, plan.schedule.ctas, device, stream,
+                                                 /*overlaps=*/kIsPacked && params.tiles.sorted);
       }
     }
   });

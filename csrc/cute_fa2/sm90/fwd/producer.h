@@ -26,11 +26,24 @@ class FwdProducer {
   CUTE_DEVICE FwdProducer(const Arguments& arguments, SharedMemory& smem)
       : arguments_(arguments), smem_(smem), kv_source_(arguments.maps, arguments.params) {}
 
+  // A CTA's one tile, until the producer comes to it.
+  static CUTE_DEVICE void keep(SharedMemory& smem, const Tile& tile) { smem.tile[0][0] = tile; }
+
   // Loads what the consumers need for the CTA's work tiles, and tells them which these are.
   CUTE_DEVICE void run(typename Pipeline::Scheduler::Iterator tiles) {
     const auto& scheduler = Pipeline::scheduler(arguments_);
+    if constexpr (Pipeline::kIsPacked) hopper::wait_for_kernel_before();  // it makes the list
     const unsigned count = scheduler.count();
-    for (unsigned i = tiles.first(scheduler); i < count; i = tiles.next(scheduler)) load_tile(i);
+    for (unsigned i = tiles.first(scheduler); i < count;) {
+      if constexpr (Pipeline::kIsPacked) {
+        const int taken = tiles.take(scheduler);  // it comes while the tile is loaded
+        load_tile(i);
+        i = tiles.next(scheduler, taken);
+      } else {
+        load_tile(i);
+        i = tiles.next(scheduler);
+      }
+    }
     Tile none{};
     none.row0 = Pipeline::kNoRow;
     for (int i = 0; i < kConsumers; ++i) {
@@ -43,11 +56,7 @@ class FwdProducer {
   CUTE_DEVICE void load_tile(int index) {
     const FwdParams& params = arguments_.params;
     const PackGqa& pack_gqa = arguments_.pack_gqa;
-    Tile tile;
-    static_cast<WorkTile&>(tile) = Pipeline::scheduler(arguments_).tile(index);
-    if constexpr (Pipeline::kIsPacked) {
-      tile.sequence = Pipeline::scheduler(arguments_).sequence(index);
-    }
+    Tile tile = tile_of(index);
     const Sequence sequence = Pipeline::sequence(arguments_, tile);
     tile.row_end = cute::min(tile.row_end, pack_gqa.rows(sequence.len_q));
     if (tile.row0 >= tile.row_end) return;
@@ -73,6 +82,14 @@ class FwdProducer {
       if (n_block > blocks.begin) load_k(tile.head, batch, sequence, n_block - 1);
       load_v(tile.head, batch, sequence, n_block);
     }
+  }
+
+  CUTE_DEVICE Tile tile_of(int index) const {
+    const auto& scheduler = Pipeline::scheduler(arguments_);
+    if constexpr (Pipeline::kIsPacked) {
+      if (!scheduler.has_list()) return smem_.tile[0][0];
+    }
+    return scheduler.tile(index);
   }
 
   // Writes which tile comes next, ahead of the arrival at q_full that makes it visible to the

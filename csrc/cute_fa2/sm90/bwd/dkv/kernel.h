@@ -24,7 +24,7 @@ struct DkvKernel {
   using SharedMemory = typename Traits::SharedMemory;
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
-    hopper::let_next_begin();  // dQ's own kernel fills the multiprocessors that this one leaves
+    platform::let_next_begin();  // dQ's own kernel fills the multiprocessors that this one leaves
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
       Traits::init_barriers(smem);
