@@ -67,9 +67,8 @@ struct TileQueue {
       }
       full[stage].arrive();
       if (is_last) return;
-      const int taken = platform::next_number(params.workspace.tickets);  // it comes meanwhile
       f(tile);
-      index = arguments.ctas + taken;
+      index = arguments.ctas + platform::next_number(params.workspace.tickets);
     }
   }
   template <MaskKind kMask, int kBlockM, int kBlockN>
