@@ -21,7 +21,8 @@ struct BlocksKernel {
     static constexpr int kThreads = 256;
     static constexpr int kMinCtas = 0;
     struct SharedMemory {
-      int counts[kBuckets][kThreads];  // of each thread's blocks; then where they go
+      // Of each thread's blocks in a bucket, at count_of; then where they go.
+      int counts[(kBuckets + 1) * kThreads];
       int sums[2][kThreads];
     };
   };
@@ -60,25 +61,53 @@ struct BlocksKernel {
 
     const int batch = batch_at(params, request, begin);
     // A counting sort that keeps the order within a bucket: by thread, then by place.
-    for (auto& bucket : smem.counts) bucket[thread] = 0;
-    for_each_block(params, request, begin, end, batch,
-                   [&](int place, SequenceBlock block, const Sequence&, BlockRange seen) {
-                     in_place[place] = block;
-                     if (block.batch < 0) return;
-                     for_each_split(request, seen, [&](int, BlockRange part) {
-                       ++smem.counts[bucket_of(request, part)][thread];
-                     });
-                   });
-    platform::sync_cta();  // all threads have counted
-
-    // kBuckets of the counts, one behind the other, are this thread's to sum.
-    int* const mine = &smem.counts[0][0] + thread * kBuckets;
-    int sum = 0;
-    for (int i = 0; i < kBuckets; ++i) {
-      const int count = mine[i];
-      mine[i] = sum;
-      sum += count;
+    for (int bucket = 0; bucket < kBuckets; ++bucket) smem.counts[count_of(bucket, thread)] = 0;
+    CUTE_NO_UNROLL  // the code of both passes would take longer to fetch than to run
+    for (int pass = 0; pass < 2; ++pass) {
+      for_each_block(
+          params, request, begin, end, batch,
+          [&](int place, SequenceBlock block, const Sequence& sequence, BlockRange seen) {
+            if (pass == 0) in_place[place] = block;
+            if (block.batch < 0) return;
+            for_each_split(request, seen, [&](int split, BlockRange part) {
+              const int to = smem.counts[count_of(bucket_of(request, part), thread)]++;
+              if (pass == 0) return;
+              const bool is_whole = part.begin == seen.begin && part.end == seen.end;
+              const int key_end = cute::min(part.end * request.other_rows, sequence.len_k);
+              sorted[to] = {block.batch,
+                            block.block,
+                            Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
+                                                  block.batch, request.index_rows),
+                            part.begin,
+                            part.end,
+                            sequence.first_q,
+                            sequence.len_q,
+                            sequence.first_k,
+                            sequence.len_k,
+                            split,
+                            is_whole ? 0 : part.begin * request.other_rows,
+                            is_whole ? sequence.len_k : key_end};
+            });
+          });
+      if (pass == 0) sum_up(request, smem);
     }
+  }
+
+  // Buckets one behind the other, in each the threads. Every 32 numbers leave one out: so no two
+  // threads of a warp meet in a bank, neither here nor in sum_up.
+  static CUTE_DEVICE int count_of(int bucket, int thread) {
+    const int i = bucket * kThreads + thread;
+    return i + i / 32;
+  }
+
+  // Makes of how many blocks each thread has in each bucket where the first of them goes.
+  static CUTE_DEVICE void sum_up(const BlockRequest& request, typename Traits::SharedMemory& smem) {
+    static_assert(kBuckets == 32);
+    const int thread = platform::thread_index();
+    platform::sync_cta();  // all threads have counted
+    int* const mine = &smem.counts[thread * (kBuckets + 1)];  // so many counts, to sum
+    int sum = 0;
+    for (int i = 0; i < kBuckets; ++i) sum += mine[i];
     int now = 0;
     smem.sums[now][thread] = sum;
     platform::sync_cta();  // the sums of all threads are there
@@ -87,38 +116,17 @@ struct BlocksKernel {
       smem.sums[now ^ 1][thread] = smem.sums[now][thread] + before;
       platform::sync_cta();  // the sums of twice as many threads are there
     }
-    const int before = thread > 0 ? smem.sums[now][thread - 1] : 0;
-    for (int i = 0; i < kBuckets; ++i) mine[i] += before;
+    int before = smem.sums[now][thread] - sum;
+    for (int i = 0; i < kBuckets; ++i) {
+      const int count = mine[i];
+      mine[i] = before;
+      before += count;
+    }
     if (thread == 0) {
       *const_cast<int*>(request.list.count) = smem.sums[now][kThreads - 1];
       *request.list.taken = 0;
     }
     platform::sync_cta();  // all know where their blocks go
-
-    for_each_block(params, request, begin, end, batch,
-                   [&](int, SequenceBlock block, const Sequence& sequence, BlockRange seen) {
-                     if (block.batch < 0) return;
-                     const int first_index =
-                         Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
-                                               block.batch, request.index_rows);
-                     for_each_split(request, seen, [&](int split, BlockRange part) {
-                       const bool is_whole = part.begin == seen.begin && part.end == seen.end;
-                       const int key_end = cute::min(part.end * request.other_rows, sequence.len_k);
-                       sorted[smem.counts[bucket_of(request, part)][thread]++] = {
-                           block.batch,
-                           block.block,
-                           first_index,
-                           part.begin,
-                           part.end,
-                           sequence.first_q,
-                           sequence.len_q,
-                           sequence.first_k,
-                           sequence.len_k,
-                           split,
-                           is_whole ? 0 : part.begin * request.other_rows,
-                           is_whole ? sequence.len_k : key_end};
-                     });
-                   });
   }
 
   // visit(split, its blocks): at least once, whether or not there are blocks.
@@ -160,22 +168,14 @@ struct BlocksKernel {
   template <class Visit>
   static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockRequest& request,
                                          int begin, int end, int batch, const Visit& visit) {
-    if (begin >= end) return;
-    int first = first_block(params, request, batch);
-    Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
     for (int place = begin; place < end; ++place) {
-      while (batch + 1 < params.batch && first_block(params, request, batch + 1) <= place) {
-        first = first_block(params, request, ++batch);
-        sequence = Sequence::of<MaskKind::kPacked>(params, batch);
-      }
-      const int block = place - first, row0 = block * request.rows;
+      while (batch + 1 < params.batch && first_block(params, request, batch + 1) <= place) ++batch;
+      const Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
+      const int block = place - first_block(params, request, batch), row0 = block * request.rows;
       const int length = request.of_keys ? sequence.len_k : sequence.len_q;
-      if (block < 0 || row0 >= length) {
-        visit(place, SequenceBlock{-1, 0}, sequence, BlockRange{0, 0});
-      } else {
-        visit(place, SequenceBlock{batch, block}, sequence,
-              seen_of(params, request, sequence, row0));
-      }
+      const bool exists = block >= 0 && row0 < length;
+      visit(place, exists ? SequenceBlock{batch, block} : SequenceBlock{-1, 0}, sequence,
+            exists ? seen_of(params, request, sequence, row0) : BlockRange{0, 0});
     }
   }
 
@@ -221,29 +221,36 @@ struct BlocksKernel {
     const auto begin_of = [&](int batch) {
       return cu_seqlens ? cute::max(0, cute::min(cu_seqlens[batch], rows)) : 0;
     };
-    if (batch == params.batch) {
-      if (cu_seqlens) clear_rows(arguments, result, 0, begin_of(batch), rows, share);
+    const int begin = begin_of(batch);
+    int first = rows, end = rows, next = rows;  // past the last sequence
+    if (batch < params.batch) {
+      const Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
+      first = result.of_keys ? sequence.first_k : sequence.first_q;
+      end = first + (result.of_keys ? sequence.len_k : sequence.len_q);
+      if (cu_seqlens) next = begin_of(batch + 1);
+    } else if (!cu_seqlens) {
       return;
     }
-    const Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
-    const int first = result.of_keys ? sequence.first_k : sequence.first_q;
-    const int length = result.of_keys ? sequence.len_k : sequence.len_q;
     const int entry = cu_seqlens ? 0 : batch;
-    clear_rows(arguments, result, entry, begin_of(batch), first, share);
-    clear_rows(arguments, result, entry, first + length, cu_seqlens ? begin_of(batch + 1) : rows,
-               share);
+    CUTE_NO_UNROLL
+    for (int behind = 0; behind < 2; ++behind) {
+      clear_rows(arguments, result, entry, behind ? end : begin, behind ? next : first, share);
+    }
   }
 
   static CUTE_DEVICE void clear_rows(const Arguments& arguments, const UnusedRows& result,
                                      int entry, int begin, int end, int share) {
-    for (int head = 0; head < result.heads; ++head) {
-      uint32_t* const first = static_cast<uint32_t*>(result.data) + entry * result.stride_batch +
-                              head * result.stride_head;
-      const int64_t words = int64_t{end - begin} * result.row_words;
-      for (int64_t i = share * kThreads + platform::thread_index(); i < words;
-           i += arguments.shares * kThreads) {
-        first[(begin + i / result.row_words) * result.stride_row + i % result.row_words] =
-            result.word;
+    if (begin >= end) return;
+    const int thread = platform::thread_index();
+    const int across = result.row_words < kThreads ? result.row_words : kThreads;  // of a row
+    const int down = kThreads / across;
+    if (thread >= down * across) return;
+    uint32_t* const data = static_cast<uint32_t*>(result.data) + entry * result.stride_batch;
+    for (int64_t row = begin + int64_t{share} * down + thread / across; row < end;
+         row += int64_t{arguments.shares} * down) {
+      for (int head = 0; head < result.heads; ++head) {
+        uint32_t* const words = data + head * result.stride_head + row * result.stride_row;
+        for (int i = thread % across; i < result.row_words; i += across) words[i] = result.word;
       }
     }
   }

@@ -82,20 +82,23 @@ bool is_expanded(const Tensor& t) {
 }
 
 // The random state of no dropout, which PyTorch's kernel leaves unwritten, too, and the matrix of
-// no debugging.
+// no debugging. Seed and offset are one allocation.
 std::tuple<Tensor, Tensor, Tensor> no_random(const Tensor& q) {
   int32_t device_type, device;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(q.get(), &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(q.get(), &device));
-  const auto empty = [&](int64_t dims, int64_t size, int32_t dtype) {
-    const int64_t stride = 1;
+  const int64_t stride = 1;
+  const auto empty = [&](int64_t size, int32_t dtype) {
     AtenTensorHandle handle;
     TORCH_ERROR_CODE_CHECK(
-        aoti_torch_empty_strided(dims, &size, &stride, dtype, device_type, device, &handle));
+        aoti_torch_empty_strided(1, &size, &stride, dtype, device_type, device, &handle));
     return Tensor(handle);
   };
-  const int32_t uint64 = aoti_torch_dtype_uint64();
-  return {empty(1, 2, uint64), empty(0, 0, uint64), empty(1, 0, dtype_of(q))};
+  const Tensor seed = empty(2, aoti_torch_dtype_uint64());
+  AtenTensorHandle offset;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(seed.get(), 0, nullptr, nullptr, 1, &offset));
+  return {seed, Tensor(offset), empty(0, dtype_of(q))};
 }
 
 // What fwd and bwd take beside the tensors.
