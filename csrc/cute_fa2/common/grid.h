@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMin
 }
 
 // Runs Kernel::run(arguments, shared memory) in each thread of `ctas` CTAs. `overlaps`: its CTAs
-// may begin once all those of the kernel before have called platform::let_next_begin. They read
-// nothing of it, and end with hopper::wait_for_kernel_before.
+// may begin once all those of the kernel before have called platform::let_next_begin. Each calls
+// hopper::wait_for_kernel_before, ahead of what it reads of it, or at its end.
 template <class Kernel>
 void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int device,
               cudaStream_t stream, bool overlaps = false) {
