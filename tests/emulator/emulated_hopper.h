@@ -48,7 +48,6 @@ class Barrier {
   uint64_t state_;  // its address is what the machine knows it by
 };
 
-EMULATED void let_next_begin() {}
 EMULATED void wait_for_kernel_before() {}
 
 constexpr int kArrivalsOfWarp = 1;

@@ -40,6 +40,7 @@ inline bool any_in_warp(bool predicate) { return emulator::ballot(predicate) != 
 inline void reduce_add(float* sum, float x) { emulator::reduce_add(sum, x); }
 inline int next_number(int* counter) { return emulator::next_number(counter); }
 inline void wait_for_turn(const int* counter, int turn) { emulator::wait_for_turn(counter, turn); }
+inline void let_next_begin() {}
 inline void publish() { emulator::publish(); }
 inline void pass_turn(int* counter) { emulator::pass_turn(counter); }
 inline void raise_flag(int* flag) { emulator::raise_flag(flag); }

@@ -74,7 +74,8 @@ SM90 = [
 BACKWARD = [
     Fault("bwd-keyless-row", "stats = {lse * kLog2e, sum - dlse};", WRONG),
     Fault("bwd-dlse", "= 0.f", WRONG),
-    Fault("bwd-cta-barrier", "", READ),
+    Fault("bwd-padding", "= exists ? stats : RowGradStats{-INFINITY, 0.f}", WRONG),
+    Fault("bwd-group-head", "= block.head + 2", WRONG),
     Fault("bwd-ds-barrier", "", READ),
     Fault("bwd-mask", "= (n_block_ + 1) * kBlockN", WRONG),
     Fault("bwd-scale", "= factor * factor * gradient(r, c)", WRONG),
@@ -85,7 +86,6 @@ BACKWARD_SM90 = [
     Fault("bwd90-ds-full", "", READ),
     Fault("bwd90-staged", "", "still reads|has read"),
     Fault("bwd90-dq-complete", "", "has not waited for"),
-    Fault("bwd90-dq-done", "", READ),
 ]
 PACKED = [
     Fault("packed-band", "= len_k - len_q + 1", WRONG),

@@ -1,6 +1,6 @@
 // The tiles of few sequences of their own lengths, without a list (SchedulePolicy::kPlaces): each
-// place that a block of rows may have in memory (Sequence::first_block), in each head. Its CTA looks
-// up what is there, and clears the rows of results there that no sequence has.
+// place that a block of rows may have in memory (Sequence::first_block), in each head. Its CTA
+// looks up what is there, and clears the rows of results there that no sequence has.
 #pragma once
 
 #include <cutlass/fast_math.h>

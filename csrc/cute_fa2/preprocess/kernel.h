@@ -84,7 +84,7 @@ struct PreprocessKernel {
         // Selected, not multiplied: dlse of a row without a key may be NaN.
         if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};  // fault: bwd-keyless-row
       }
-      params.workspace.stats[block * arguments.block_m + in_block] = stats;
+      params.workspace.stats[block * arguments.block_m + in_block] = stats;  // fault: bwd-padding
     }
 
     if (params.workspace.adders) {

@@ -109,7 +109,8 @@ class BwdMainloop {
   CUTE_DEVICE Block next_of(Block block) const {
     const BlockRange visible = this->visible(platform::rematerialize(n_block_, block.m_block));
     if (block.m_block > visible.begin) return {block.head, block.m_block - 1};
-    return {block.head + 1 < end_head() ? block.head + 1 : -1, visible.end - 1};
+    const int head = block.head + 1;  // fault: bwd-group-head
+    return {head < end_head() ? head : -1, visible.end - 1};
   }
 
   // For packed sequences made anew, from what shared memory has: it would hold registers.
@@ -194,7 +195,7 @@ class BwdMainloop {
     // Q, dO and statistics of this block (and K and V, in the first step) are there, for all
     // threads. All warps are done with P, dS and the block before, which may be overwritten.
     platform::wait_copies<0>();
-    platform::sync_cta();  // fault: bwd-cta-barrier
+    platform::sync_cta();
     if constexpr (Traits::kStages == 2) load_next(block, stage ^ 1);
     prefetch_bias(block);
 

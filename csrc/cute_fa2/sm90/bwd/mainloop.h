@@ -83,7 +83,7 @@ class BwdMainloop {
     using namespace cute;
     if (!state_.has_list) return;
     const int list = state_.list.stage;
-    smem_.dq_done[list][consumer_].wait(state_.list.parity);  // fault: bwd90-dq-done
+    smem_.dq_done[list][consumer_].wait(state_.list.parity);
     state_.list.advance();
     state_.has_list = false;
     CUTE_NO_UNROLL

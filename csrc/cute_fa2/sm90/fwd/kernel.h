@@ -65,8 +65,7 @@ struct FwdKernel {
 
  private:
   // Where no list has the CTA's tile. Here, where registers are still many.
-  static CUTE_DEVICE void look_up(const Arguments& arguments,
-                                  typename Traits::SharedMemory& smem) {
+  static CUTE_DEVICE void look_up(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     const PackedTileScheduler& scheduler = arguments.packed_scheduler;
     if (scheduler.has_list()) return;
     const PackedWorkTile tile = scheduler.look_up(arguments.params, arguments.pack_gqa,
