@@ -133,7 +133,7 @@ def attention_backward(
     visible = visible_mask(q.shape[2], k.shape[2], *band, q.device, *lengths)
     dout = q.new_zeros(*q.shape[:3], v.shape[3]) if dout is None else dout
     dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse
-    dout, dlse = dout.to(dtype), dlse.to(dtype)
+    dout, dlse = in_use(dout, k, v, *lengths)[0].to(dtype), dlse.to(dtype)
     q_heads, k_heads, v_heads = (x.to(dtype) for x in in_use(q, k, v, *lengths))
     k_heads, v_heads = repeat_heads(k_heads, q), repeat_heads(v_heads, q)
 
@@ -142,9 +142,8 @@ def attention_backward(
     scores = change(uncapped, band[2], **changes).masked_fill(~visible, -math.inf)  # type: ignore[arg-type]
     lse, weights = softmax(scores, learnable_sink, seqused_q)
     weights = weights.masked_fill(~visible, 0.0)  # P
-    # What a row without a key hands out is constant. Its dout and dlse may be NaN, as those of
-    # functions of -inf are. With a sink its LSE is the sink.
-    dout = torch.where(visible.any(-1, keepdim=True), dout, 0.0)
+    # What a row without a key hands out is constant. Its dlse may be NaN, as those of functions of
+    # -inf are; its dout must be finite. With a sink its LSE is the sink.
     dlse = torch.where(lse == -math.inf, 0.0, dlse)
     delta = (dout * (weights @ v_heads)).sum(-1) - dlse
     dweights = dout @ v_heads.mT  # dP

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ ONE_KERNEL_EACH = [*ONE_BACKEND_EACH, BACKENDS[6], ALL_KERNELS[-1]]
 GPU_KERNELS = pytest.mark.parametrize(
     "kernels", ["default", pytest.param("other", marks=pytest.mark.other_kernels)]
 )
-#: The kernels that `run` and `check` take where a test names none: with the marker
+#: The kernels that `run` and the checks take where a test names none: with the marker
 #: `other_kernels`, those. None: the default ones.
 preferred_arch: str | None = None
 
@@ -256,9 +257,10 @@ NOT_FOR_SM90: dict[str, tuple[Callable[..., tuple[Tensor, ...]], float | None, s
 
 
 @contextmanager
-def nan_in_new_memory() -> Iterator[None]:
+def nan_in_new_memory(deterministic: bool = False) -> Iterator[None]:
     """Fills what torch.empty and its like return with NaN, so that an output that is not written
-    shows.
+    shows. PyTorch does so in its deterministic mode alone; our gradients take the mode of
+    `deterministic`.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -267,9 +269,19 @@ def nan_in_new_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.utils.deterministic.fill_uninitialized_memory
-        yield
+        with mock.patch.object(
+            torch, "are_deterministic_algorithms_enabled", lambda: deterministic
+        ):
+            yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def tuning_of(arch: str | None = None, **choices: int) -> str:
+    """The op's `tuning`, of the preferred kernels where `arch` names none."""
+    arch = arch or preferred_arch
+    choices["arch"] = int(arch[2:]) if arch else 0
+    return ",".join(f"{name}={value}" for name, value in choices.items() if value)
 
 
 def run(
@@ -285,23 +297,12 @@ def run(
     head_splits: int = 0,
     **band: int,
 ) -> tuple[Tensor, Tensor]:
-    """`forward`, or the op where arguments are given that only the op has. Calls as in NOT_FOR_SM90
-    get the default kernels if others are preferred."""
-    if arch is None and preferred_arch is not None:
-        choices = {"smem_limit": smem_limit, "splits": splits, "head_splits": head_splits}
-        options = {"arch": preferred_arch, **choices, **band}
-        try:
-            return run(q, k, v, is_causal, softmax_scale, **options)
-        except RuntimeError as error:
-            if not any(reason in str(error) for _, _, reason in NOT_FOR_SM90.values()):
-                raise
+    """`forward`, or the op where arguments are given that only the op has."""
     if not band and not smem_limit and not splits and not head_splits:
-        return flash_cute.forward(q, k, v, is_causal, softmax_scale, arch=arch)
+        return flash_cute.forward(q, k, v, is_causal, softmax_scale, arch=arch or preferred_arch)
     if is_causal:
         band = {"window_right": 0}
-    choices = {"arch": arch and arch[2:], "smem_limit": smem_limit, "splits": splits}
-    choices["head_splits"] = head_splits
-    tuning = ",".join(f"{name}={value}" for name, value in choices.items() if value)
+    tuning = tuning_of(arch, smem_limit=smem_limit, splits=splits, head_splits=head_splits)
     out, lse = ops.fwd(q, k, v, softmax_scale=softmax_scale, **band, tuning=tuning)
     return out, lse
 
@@ -345,6 +346,7 @@ def check_gradients(
     dlse: Tensor | None = None,
     smem_limit: int = 0,
     head_splits: int = 0,
+    deterministic: bool = False,
     **band: int,
 ) -> tuple[Tensor, ...]:
     """As `check`, of the gradients; by default those of random dout and dlse, the latter NaN where
@@ -355,7 +357,7 @@ def check_gradients(
         shapes = ((*q.shape[:3], v.shape[3]), q.shape[:3])
         dout, dlse = (torch.randn(shape, device=q.device) for shape in shapes)
         dout = poisoned(dout.to(q.dtype))
-    with nan_in_new_memory():
+    with nan_in_new_memory(deterministic):
         tuning = {"smem_limit": smem_limit, "head_splits": head_splits}
         out, lse = run(q, k, v, is_causal, softmax_scale, **tuning, **band)
         if dlse is not None:

@@ -262,6 +262,7 @@ def test_forward_mode_is_refused():
         lambda: func.hessian(self_attention_loss)(x),
         lambda: func.jvp(func.grad(self_attention_loss), (x,), (x,)),
         lambda: func.jvp(lambda x: ops.fwd(x, x, x)[1], (x,), (x,)),
+        lambda: func.jvp(torch.compile(loss, backend="eager"), (x, x, x), (x, x, x)),
     ):
         with pytest.raises(NotImplementedError, match=r"tangent.*unpack_dual"):
             tangents()

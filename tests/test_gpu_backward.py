@@ -8,8 +8,10 @@ import functools
 import math
 
 import pytest
+import support
 import torch
 from support import (
+    GPU_KERNELS,
     HEAD_DIM_PAIRS,
     HEAD_DIMS,
     LARGE_HEAD_DIMS,
@@ -17,6 +19,8 @@ from support import (
     gpu_has_sm90,
     poisoned,
     random_inputs,
+    run,
+    tuning_of,
 )
 from test_gpu import launched, needs_memory, peak_memory
 
@@ -28,6 +32,7 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 #: What sm_80, and sm_86, sm_89 and sm_120 lend a CTA.
 SHARED_MEMORY = {"default": 0, "163 KB": 166912, "99 KB": 101376}
+MODES_AND_LENGTHS = ((300, 300, False), (129, 1000, False), (700, 200, False), (129, 1000, True))
 BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
@@ -50,25 +55,30 @@ def causal_gradients(args, **options):
 @pytest.mark.parametrize("smem_limit", SHARED_MEMORY.values(), ids=SHARED_MEMORY)
 @pytest.mark.parametrize("head_dim", [*HEAD_DIMS, *LARGE_HEAD_DIMS])
 def test_tiles(head_dim, smem_limit, is_causal):
-    for len_q, len_k in ((300, 300), (129, 1000), (700, 200)):
+    for len_q, len_k, deterministic in MODES_AND_LENGTHS:
         inputs = gpu_inputs(1, 6, len_q, head_dim, heads_kv=2, len_k=len_k)
-        check_gradients(*map(poisoned, inputs), is_causal, smem_limit=smem_limit)
+        options = {"smem_limit": smem_limit, "deterministic": deterministic}
+        check_gradients(*map(poisoned, inputs), is_causal, **options)
 
 
 @pytest.mark.parametrize("smem_limit", SHARED_MEMORY.values(), ids=SHARED_MEMORY)
 @pytest.mark.parametrize("head_dim, head_dim_v", HEAD_DIM_PAIRS)
 def test_tiles_of_two_head_dims(head_dim, head_dim_v, smem_limit):
-    for len_q, len_k in ((300, 300), (129, 1000)):
+    for len_q, len_k, deterministic in MODES_AND_LENGTHS:
         inputs = gpu_inputs(1, 6, len_q, head_dim, heads_kv=2, len_k=len_k, head_dim_v=head_dim_v)
-        check_gradients(*map(poisoned, inputs), True, smem_limit=smem_limit)
+        options = {"smem_limit": smem_limit, "deterministic": deterministic}
+        check_gradients(*map(poisoned, inputs), True, **options)
 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("head_splits", [1, 2, 3, 1000])
 @pytest.mark.parametrize("head_dim", [20, 64, 128, 256])
-def test_ctas_that_share_a_group(head_dim, head_splits, is_causal):
+@GPU_KERNELS
+def test_ctas_that_share_a_group(kernels, head_dim, head_splits, is_causal):
     inputs = gpu_inputs(2, 10, 200, head_dim, heads_kv=2, len_k=333)
-    check_gradients(*map(poisoned, inputs), is_causal, head_splits=head_splits)
+    for deterministic in (False, True):
+        options = {"head_splits": head_splits, "deterministic": deterministic}
+        check_gradients(*map(poisoned, inputs), is_causal, **options)
 
 
 @pytest.fixture
@@ -96,14 +106,17 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length, heads_kv", [(128, 4), (1000, 4), (1000, 1)])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 320, 512, 1024])
-def test_repeats_are_bitwise_equal(head_dim, length, heads_kv, mask, other_work, request):
+@GPU_KERNELS
+def test_repeats_are_bitwise_equal(kernels, head_dim, length, heads_kv, mask, other_work, request):
     """dk and dv always; dq too where that is asked for."""
+    if kernels == "other" and head_dim > 256:
+        pytest.skip("there all get sm80's kernels")
     q, k, v = gpu_inputs(2, 8, length, head_dim, heads_kv=heads_kv)
     out, lse = ops.fwd(q, k, v, **MASKS[mask])
     args = torch.randn_like(out), q, k, v, out, lse, torch.randn_like(lse)
 
     def gradients(**options):
-        return ops.bwd(*args, **MASKS[mask], **options)[:3]
+        return ops.bwd(*args, **MASKS[mask], **options, tuning=tuning_of())[:3]
 
     other_work()
     first = gradients(deterministic=True)
@@ -187,7 +200,8 @@ def test_never_synchronises_and_runs_on_the_current_stream():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_cuda_graph_of_a_training_step(deterministic):
+@GPU_KERNELS
+def test_cuda_graph_of_a_training_step(kernels, deterministic):
     """Forward, backward and optimizer in one graph; replays train as eager steps do."""
 
     def model():
@@ -197,7 +211,8 @@ def test_cuda_graph_of_a_training_step(deterministic):
     def step(layer, optimizer, x):
         optimizer.zero_grad(set_to_none=True)
         q, k, v = layer(x).view(2, 300, 3, 2, 32).permute(2, 0, 3, 1, 4)
-        out, lse = flash_cute.forward(q, k, v, True, deterministic=deterministic)
+        options = {"deterministic": deterministic, "arch": support.preferred_arch}
+        out, lse = flash_cute.forward(q, k, v, True, **options)
         loss = (out.transpose(1, 2).flatten(2) - x).square().mean() + 0.01 * lse.square().mean()
         loss.backward()
         optimizer.step()
@@ -322,7 +337,8 @@ def test_many_heads():
     assert result.passed, str(result)
 
 
-def test_beyond_2_to_the_31_elements():
+@GPU_KERNELS
+def test_beyond_2_to_the_31_elements(kernels):
     """q, out and their gradients have 2.2e9 elements each."""
     needs_memory(48)
     q = torch.empty((2, 64, 131_200, 128), dtype=BF16, device="cuda").normal_(
@@ -330,17 +346,18 @@ def test_beyond_2_to_the_31_elements():
     )
     k, v = gpu_inputs(2, 64, 1, 128, len_k=200)[1:]
     assert q.numel() > 2**31
-    out, lse = flash_cute.forward(q, k, v)
-    dq, dk, dv = ops.bwd(out, q, k, v, out, lse)[:3]
+    bwd = functools.partial(ops.bwd, tuning=tuning_of())
+    out, lse = run(q, k, v)
+    dq, dk, dv = bwd(out, q, k, v, out, lse)[:3]
     for b, h in ((0, 0), (1, 63)):
         part = (slice(b, b + 1), slice(h, h + 1))
         rows = (*part, slice(131_000, 131_200))
-        expected = ops.bwd(out[rows], q[rows], k[part], v[part], out[rows], lse[rows])[0]
+        expected = bwd(out[rows], q[rows], k[part], v[part], out[rows], lse[rows])[0]
         torch.testing.assert_close(dq[rows], expected, rtol=0, atol=1e-2)
         # All rows in halves give dk and dv, too.
         of_halves = [
-            ops.bwd(*(x[(*part, half)] for x in (out, q)), k[part], v[part],
-                    *(x[(*part, half)] for x in (out, lse)))
+            bwd(*(x[(*part, half)] for x in (out, q)), k[part], v[part],
+                *(x[(*part, half)] for x in (out, lse)))
             for half in (slice(0, 65_600), slice(65_600, None))
         ]  # fmt: skip
         for whole, halves in ((dk, 1), (dv, 2)):
@@ -349,21 +366,23 @@ def test_beyond_2_to_the_31_elements():
             torch.testing.assert_close(whole[part].float(), total, rtol=0, atol=bound)
 
 
-def test_keys_beyond_2_to_the_31_elements():
+@GPU_KERNELS
+def test_keys_beyond_2_to_the_31_elements(kernels):
     """k, v and their gradients have 2.2e9 elements each. The rows of dout lie far apart."""
     needs_memory(48)
     size = 2, 64, 131_200, 128
     k, v = (torch.empty(size, dtype=BF16, device="cuda").normal_() for _ in range(2))
     q = gpu_inputs(2, 64, 129, 128)[0]
-    out, lse = flash_cute.forward(q, k, v)
+    bwd = functools.partial(ops.bwd, tuning=tuning_of())
+    out, lse = run(q, k, v)
     dout = torch.randn((129, 2, 64, 131_200), dtype=BF16, device="cuda")
     dout = dout.permute(1, 2, 0, 3)[..., -128:]
     assert dout.stride(2) * dout.shape[2] > 2**31
-    dq, dk, dv = ops.bwd(dout, q, k, v, out, lse)[:3]
+    dq, dk, dv = bwd(dout, q, k, v, out, lse)[:3]
     for b, h in ((0, 0), (1, 63)):
         part = (slice(b, b + 1), slice(h, h + 1))
         rest = [x[part].contiguous() for x in (dout, q, k, v, out, lse)]
-        for gradient, expected in zip((dq, dk, dv), ops.bwd(*rest)[:3], strict=True):
+        for gradient, expected in zip((dq, dk, dv), bwd(*rest)[:3], strict=True):
             bound = 1e-2 * expected.float().abs().max().item()
             torch.testing.assert_close(gradient[part], expected, rtol=0, atol=bound)
 
