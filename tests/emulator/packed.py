@@ -103,11 +103,12 @@ class Call:
         return {**self.window, **used, "learnable_sink": self.sink, **self.changes}
 
     def table(self) -> dict[str, Tensor]:
-        """As the kernels have them. Between packed sequences, and after them, are `gap` rows."""
+        """As the kernels have them. `gap` rows are ahead of each packed
+        sequence, and twice as many behind the last."""
         table = {"seqused_q": self.used_q, "seqused_k": self.used_k, "key_start": self.start}
         if not self.is_padded:
             for name, used in (("cu_seqlens_q", self.used_q), ("cu_seqlens_k", self.used_k)):
-                ends = itertools.accumulate((n + self.gap for n in used.tolist()), initial=0)
+                ends = itertools.accumulate((n + self.gap for n in used.tolist()), initial=self.gap)
                 table[name] = int32(list(ends))
             if not self.gap:
                 del table["seqused_q"], table["seqused_k"]
@@ -119,14 +120,15 @@ class Call:
             return x
         hole = x.new_full((x.shape[1], self.gap, *x.shape[3:]), fill)
         parts = [part for b, n in enumerate(used.tolist()) for part in (x[b, :, :n], hole)]
-        return torch.cat([*parts, hole], 1)[None]
+        return torch.cat([hole, *parts, hole], 1)[None]
 
     def unpack(self, x: Tensor, used: Tensor, rows: int, fill: float = 0.0) -> Tensor:
         """The way back. Rows of no sequence must be `fill`."""
         if self.is_padded:
             return x
         result = x.new_full((len(used), x.shape[1], rows, *x.shape[3:]), fill)
-        first = 0
+        first = self.gap
+        assert (x[0, :, :first] == fill).all()
         for b, n in enumerate(used.tolist()):
             result[b, :, :n] = x[0, :, first : first + n]
             assert (x[0, :, first + n : first + n + self.gap] == fill).all()
@@ -174,6 +176,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "full-sink": {"lengths": LENGTHS[0], "has_sink": True, "heads": 6, "heads_kv": 2},
     "window-gaps": {"lengths": LENGTHS[1], "window": (20, 7), "gap": 3, "starts": True},
     "left-sink": {"lengths": LENGTHS[2], "window": (40, 0), "has_sink": True, "heads": 6},
+    "rooms": {"lengths": [(1, 3), (0, 9), (3, 300), (2, 65)], "gap": 40, "heads": 6},
     "one": {"lengths": [(1, 1)], "has_sink": True, "heads": 3},
     "padded": {"lengths": LENGTHS[0], "window": (-1, 0), "is_padded": True, "starts": True},
     "padded-sink": {"lengths": LENGTHS[1], "has_sink": True, "is_padded": True, "starts": True},

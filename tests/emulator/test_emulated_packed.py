@@ -15,6 +15,12 @@ def test_forward(unsplit, name, seed):
     Call(**CALLS[name]).check(unsplit, seed)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_few_tiles(library, name):
+    """There are no more than multiprocessors: sm90 has no list of them."""
+    Call(**CALLS[name]).check(Emulator(library, 90), seed=2)
+
+
 @pytest.mark.parametrize("name", [*CALLS, "bias"])
 def test_split_kv(library, name):
     call = Call(**CALLS[name]) if name in CALLS else Call(**BIASED["whole"], is_padded=True)

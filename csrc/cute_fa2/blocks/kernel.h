@@ -62,7 +62,8 @@ struct BlocksKernel {
     const int batch = batch_at(params, request, begin);
     // A counting sort that keeps the order within a bucket: by thread, then by place.
     for (int bucket = 0; bucket < kBuckets; ++bucket) smem.counts[count_of(bucket, thread)] = 0;
-    CUTE_NO_UNROLL  // the code of both passes would take longer to fetch than to run
+    // The code of both passes would take longer to fetch than to run.
+    CUTE_NO_UNROLL
     for (int pass = 0; pass < 2; ++pass) {
       for_each_block(
           params, request, begin, end, batch,
@@ -104,7 +105,7 @@ struct BlocksKernel {
   static CUTE_DEVICE void sum_up(const BlockRequest& request, typename Traits::SharedMemory& smem) {
     static_assert(kBuckets == 32);
     const int thread = platform::thread_index();
-    platform::sync_cta();  // all threads have counted
+    platform::sync_cta();                                     // all threads have counted
     int* const mine = &smem.counts[thread * (kBuckets + 1)];  // so many counts, to sum
     int sum = 0;
     for (int i = 0; i < kBuckets; ++i) sum += mine[i];
@@ -210,8 +211,8 @@ struct BlocksKernel {
     }
   }
 
-  // The rows ahead of what sequence `batch` uses and behind it, up to the next one; past the last
-  // sequence what is left of the tensor.
+  // The rows ahead of what sequence `batch` uses and behind it, up to the next one; ahead of the
+  // first sequence and past the last what is left of the tensor.
   static CUTE_DEVICE void clear(const Arguments& arguments, const UnusedRows& result, int batch,
                                 int share) {
     const AttentionParams& params = arguments.params;
@@ -221,7 +222,7 @@ struct BlocksKernel {
     const auto begin_of = [&](int batch) {
       return cu_seqlens ? cute::max(0, cute::min(cu_seqlens[batch], rows)) : 0;
     };
-    const int begin = begin_of(batch);
+    const int begin = batch > 0 ? begin_of(batch) : 0;
     int first = rows, end = rows, next = rows;  // past the last sequence
     if (batch < params.batch) {
       const Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
