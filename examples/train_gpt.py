@@ -39,7 +39,7 @@ import flash_cute
 
 ATTENTIONS = ("flash_cute", "sdpa", "math")
 GPU_SIZES = {"steps": 2000, "length": 1024, "batch": 32, "layers": 10, "heads": 8, "width": 512}
-CPU_SIZES = {"steps": 300, "length": 256, "batch": 4, "layers": 4, "heads": 4, "width": 128}
+CPU_SIZES = {"steps": 200, "length": 256, "batch": 4, "layers": 4, "heads": 4, "width": 128}
 EVAL_BATCHES = 20
 
 
