@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "generated/variants.inc"
+#include "host/built.h"
 #include "torch/ops.h"
 #include "torch/tensors.h"
 
@@ -50,14 +51,15 @@ std::tuple<Results...> run(std::tuple<Results...> (*op)(Params...), const char* 
 // The greatest head dim that was built.
 constexpr int kHeadDim = kBuiltHeadDims.empty() ? 0 : kBuiltHeadDims.back();
 
-// As PyTorch's flash backend: no fp32, and one head dim. Out is as q in the ops' shape functions,
-// and SDPA takes other backends where v's differs.
+// As PyTorch's flash backend, of what this build has: no fp32, and one head dim. Out is as q in the
+// ops' shape functions, and SDPA takes other backends where v's differs.
 bool serves(const Tensor& q, const Tensor& k, const Tensor& v, double dropout_p) {
   const int64_t last = q.dim() - 1, head_dim = q.size(last);
   const int32_t dtype = dtype_of(q);
-  const bool is_16_bit =
-      dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_bfloat16();
-  return dropout_p == 0 && is_16_bit && dtype_of(k) == dtype && dtype_of(v) == dtype &&
+  const std::optional<DType> known = dtype_from(dtype);
+  const bool is_served =
+      known && *known != DType::kFloat && (is_built(*known) || !q.is_cuda());  // the CPU has all
+  return dropout_p == 0 && is_served && dtype_of(k) == dtype && dtype_of(v) == dtype &&
          0 < head_dim && head_dim == v.size(last) && head_dim <= kHeadDim;
 }
 
