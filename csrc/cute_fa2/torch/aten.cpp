@@ -89,18 +89,22 @@ std::tuple<Tensor, Tensor, Tensor> no_random(const Tensor& q) {
   int32_t device_type, device;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(q.get(), &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(q.get(), &device));
-  const int64_t stride = 1;
   const auto empty = [&](int64_t size, int32_t dtype) {
+    const int64_t stride = 1;
     AtenTensorHandle handle;
     TORCH_ERROR_CODE_CHECK(
         aoti_torch_empty_strided(1, &size, &stride, dtype, device_type, device, &handle));
     return Tensor(handle);
   };
-  const Tensor seed = empty(2, aoti_torch_dtype_uint64());
-  AtenTensorHandle offset;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(seed.get(), 0, nullptr, nullptr, 1, &offset));
-  return {seed, Tensor(offset), empty(0, dtype_of(q))};
+  const Tensor both = empty(4, aoti_torch_dtype_uint64());  // 16 bytes each, as Inductor asks
+  const auto part = [&](int64_t dims, int64_t offset) {
+    const int64_t size = 2, stride = 1;
+    AtenTensorHandle handle;
+    TORCH_ERROR_CODE_CHECK(
+        aoti_torch__reinterpret_tensor(both.get(), dims, &size, &stride, offset, &handle));
+    return Tensor(handle);
+  };
+  return {part(1, 0), part(0, 2), empty(0, dtype_of(q))};
 }
 
 // What fwd and bwd take beside the tensors.
