@@ -36,11 +36,11 @@ class FwdProducer {
     const unsigned count = scheduler.count();
     for (unsigned i = tiles.first(scheduler); i < count;) {
       if constexpr (Pipeline::kIsPacked) {
-        const int taken = tiles.take(scheduler);  // it comes while the tile is loaded
-        load_tile(i);
+        int taken;  // comes while the last load waits for its stage
+        load_tile(i, [&] { taken = tiles.take(scheduler); });
         i = tiles.next(scheduler, taken);
       } else {
-        load_tile(i);
+        load_tile(i, [] {});
         i = tiles.next(scheduler);
       }
     }
@@ -53,13 +53,20 @@ class FwdProducer {
   }
 
  private:
-  CUTE_DEVICE void load_tile(int index) {
+  // Calls before_last() ahead of the last load.
+  template <class F>
+  CUTE_DEVICE void load_tile(int index, F&& before_last) {
     const FwdParams& params = arguments_.params;
     const PackGqa& pack_gqa = arguments_.pack_gqa;
-    Tile tile = tile_of(index);
+    Tile tile;
+    if constexpr (Pipeline::kIsPacked) {
+      tile = packed_tile(index);
+    } else {
+      static_cast<WorkTile&>(tile) = Pipeline::scheduler(arguments_).tile(index);
+    }
     const Sequence sequence = Pipeline::sequence(arguments_, tile);
     tile.row_end = cute::min(tile.row_end, pack_gqa.rows(sequence.len_q));
-    if (tile.row0 >= tile.row_end) return;
+    if (tile.row0 >= tile.row_end) return before_last();
     const BlockRange blocks = Pipeline::blocks_of(arguments_, tile);
     const int batch = Traits::kSplitKV ? arguments_.scheduler.batch_of(tile) : tile.batch;
     // K first: the stage of Q may still be in use. Then each next K before V.
@@ -79,17 +86,18 @@ class FwdProducer {
     }
     q_.advance();
     for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
-      if (n_block > blocks.begin) load_k(tile.head, batch, sequence, n_block - 1);
+      if (n_block > blocks.begin) {
+        load_k(tile.head, batch, sequence, n_block - 1);
+      } else {
+        before_last();
+      }
       load_v(tile.head, batch, sequence, n_block);
     }
   }
 
-  CUTE_DEVICE Tile tile_of(int index) const {
+  CUTE_DEVICE Tile packed_tile(int index) const {
     const auto& scheduler = Pipeline::scheduler(arguments_);
-    if constexpr (Pipeline::kIsPacked) {
-      if (!scheduler.has_list()) return smem_.tile[0][0];
-    }
-    return scheduler.tile(index);
+    return scheduler.has_list() ? scheduler.tile(index) : smem_.tile[0][0];
   }
 
   // Writes which tile comes next, ahead of the arrival at q_full that makes it visible to the
