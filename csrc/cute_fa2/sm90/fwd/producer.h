@@ -36,7 +36,7 @@ class FwdProducer {
     const unsigned count = scheduler.count();
     for (unsigned i = tiles.first(scheduler); i < count;) {
       if constexpr (Pipeline::kIsPacked) {
-        int taken;  // comes while the last load waits for its stage
+        int taken = 0;  // comes while the last load waits for its stage
         load_tile(i, [&] { taken = tiles.take(scheduler); });
         i = tiles.next(scheduler, taken);
       } else {
