@@ -91,7 +91,7 @@ SECTIONS = (
         "Packed documents",
         "Causal. Equal lengths, beside the dense call of the same; and lengths as corpora have "
         "them (log-normal). FA2 is `torch.nn.attention.varlen`.",
-        ("varlen_h100", "varlen_01ad88e_h100"),
+        ("varlen_h100", "varlen_0f530c0_h100", "varlen_01ad88e_h100"),
     ),
     Section(
         "Windows",
