@@ -46,10 +46,12 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int ctas
   const int64_t head_bytes = std::max<int64_t>(1, keys * columns * bytes_of(params.dtype));
   const int head_group = plan.gqa.heads_per_kv *
                          packed_head_group(params.heads_kv(), device.l2_bytes / 3 * 2 / head_bytes);
-  // A list takes a kernel ahead. It pays where its order does.
-  const SchedulePolicy policy = ctas == 0      ? SchedulePolicy::kList
-                                : ctas < tiles ? SchedulePolicy::kPersistentList
-                                               : SchedulePolicy::kPlaces;
+  // A list takes a kernel ahead. It pays where its order does. (Where scores change, kernels would
+  // spill without one.)
+  const bool has_list = ctas < tiles || params.mask == MaskKind::kScored;
+  const SchedulePolicy policy = ctas == 0  ? SchedulePolicy::kList
+                                : has_list ? SchedulePolicy::kPersistentList
+                                           : SchedulePolicy::kPlaces;
   plan.schedule = {.policy = policy,
                    .block_m = block_m,
                    .order = {.m_blocks = plan.blocks * plan.splits.count,
@@ -57,7 +59,7 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int ctas
                              .head_group = head_group,
                              .first_head_group = head_group},
                    .tail = TailSplit::none(tiles, block_m),
-                   .ctas = policy == SchedulePolicy::kPersistentList ? ctas : tiles};
+                   .ctas = ctas == 0 ? tiles : std::min(ctas, tiles)};
   FwdParams split = params;
   split.splits = plan.splits;
   if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel

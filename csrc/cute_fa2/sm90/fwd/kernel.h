@@ -34,7 +34,7 @@ struct FwdKernel {
       Pipeline<Traits, kMask>::init_barriers(smem);
       hopper::fence_barrier_init();  // fault: init-fence
     }
-    if constexpr (has_sequences(kMask)) look_up(arguments, smem);
+    if constexpr (kMask == MaskKind::kPacked) look_up(arguments, smem);
     platform::sync_cta();  // the initialised barriers are visible to all threads
 
     const int warpgroup = hopper::warpgroup_index();
