@@ -45,9 +45,9 @@ class TilePlaces {
     const int* const cu_seqlens = params.sequences.cu_seqlens_q;
     const bool has_next = cu_seqlens && tile.batch + 1 < params.batch;
     const int next = has_next ? cute::min(cu_seqlens[tile.batch + 1], params.len_q) : params.len_q;
-    const int row0 = sequence.first_q + tile.m_block * queries_;
-    const int end = cute::min(row0 + queries_, next);
-    const bool is_first = tile.batch == 0 && row0 < queries_;
+    const int queries = queries_.divisor, row0 = sequence.first_q + tile.m_block * queries;
+    const int end = cute::min(row0 + queries, next);
+    const bool is_first = tile.batch == 0 && row0 < queries;
     clear_rows(params, pack_gqa, tile, is_first ? 0 : row0, cute::min(end, sequence.first_q),
                thread, threads);
     clear_rows(params, pack_gqa, tile, cute::max(row0, sequence.first_q + sequence.len_q), end,
@@ -55,8 +55,11 @@ class TilePlaces {
   }
 
  private:
+  // As Sequence::first_block, without its division.
   CUTE_DEVICE int first_block(const AttentionParams& params, int batch) const {
-    return Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q, batch, queries_);
+    const int* const cu_seqlens = params.sequences.cu_seqlens_q;
+    if (!cu_seqlens) return batch * queries_.div(params.len_q + queries_.divisor - 1);
+    return queries_.div(cute::max(0, cute::min(cu_seqlens[batch], params.len_q))) + batch;
   }
 
   static CUTE_DEVICE void clear_rows(const FwdParams& params, const PackGqa& pack_gqa,
@@ -78,7 +81,7 @@ class TilePlaces {
   }
 
   int places_;
-  int queries_;
+  cutlass::FastDivmod queries_;
   cutlass::FastDivmod heads_;
 };
 
