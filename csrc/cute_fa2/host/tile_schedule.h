@@ -82,7 +82,7 @@ struct TailSplit {
 // Packed sequences have a list, the longest tiles first, which the device makes:
 // kList               a CTA for each tile that there may be
 // kPersistentList     persistent CTAs, each of which takes the next tile that nobody has
-// Or, where all tiles run at a time, they have none:
+// Or, where all tiles run at a time and scores do not change, they have none:
 // kPlaces             a CTA for each place that a tile may have (sm90)
 enum class SchedulePolicy {
   kOneTilePerCta,
