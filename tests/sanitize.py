@@ -1,6 +1,7 @@
 """Small calls of every kernel for NVIDIA's compute-sanitizer: `make sanitize` runs it under each of
 its tools, and says which. Inputs come from the host, so that initcheck knows them as written.
 racecheck wants a build with NVCC_APPEND_FLAGS=-DFLASH_CUTE_RACECHECK (csrc/cute_fa2/sm90/hopper.h).
+It takes long: `sanitize.py racecheck 0 6` makes the first of six shares of the calls.
 """
 
 from __future__ import annotations
@@ -41,17 +42,19 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("sanitize.py needs a GPU")
     torch.manual_seed(0)
+    share, shares = map(int, sys.argv[2:] or (0, 1))
     # initcheck does not see what TMA stores: to it nobody writes `out` of sm90, or sums of dq.
-    knows_out = sys.argv[1:] != ["initcheck"]
+    knows_out = sys.argv[1:2] != ["initcheck"]
     build = ops.build_info()
     has_sm90 = torch.cuda.get_device_capability()[0] == 9 and "sm_90a" in build["archs"]
     head_dims = [(head_dim, head_dim) for head_dim in build["head_dims"]]
     dtypes = [torch.float16, torch.bfloat16][0 if "fp16" in build["dtypes"] else 1 :]
-    for (head_dim, head_dim_v), shape, dtype in [
+    dense = [
         *itertools.product([*head_dims, (72, 72), (100, 100), *HEAD_DIM_PAIRS], SHAPES, dtypes),
         *itertools.product(head_dims, LARGE_SHAPES, [torch.bfloat16]),
         *itertools.product([(64, 64), (128, 128), (256, 256), (100, 40)], SHAPES, [torch.float32]),
-    ]:
+    ]
+    for (head_dim, head_dim_v), shape, dtype in dense[share::shares]:
         heads, heads_kv, len_q, len_k, is_causal = shape
         q = torch.randn(1, heads, len_q, head_dim).to("cuda", dtype)
         k = torch.randn(1, heads_kv, len_k, head_dim).to("cuda", dtype)
@@ -81,7 +84,8 @@ def main() -> None:
             for tuning in ("arch=80", SMALL_SHARED_MEMORY):
                 assert_close(bwd(tuning=tuning), in_order)
             assert_close(bwd(tuning="head_splits=1", deterministic=not knows_out), in_order)
-    for head_dim, shape in itertools.product([*build["large_head_dims"], 257, 1000], SHAPES):
+    large = [*itertools.product([*build["large_head_dims"], 257, 1000], SHAPES)]
+    for head_dim, shape in large[share::shares]:
         heads, heads_kv, len_q, len_k, is_causal = shape
         q = torch.randn(1, heads, len_q, head_dim).to("cuda", torch.bfloat16)
         k, v = torch.randn(2, 1, heads_kv, len_k, head_dim).to("cuda", torch.bfloat16)
@@ -95,10 +99,12 @@ def main() -> None:
         inputs = torch.randn_like(q), q, k, v, *sm80
         first, second = (ops.bwd(*inputs, window_right=window_right)[:3] for _ in range(2))
         assert all(map(torch.equal, first, second))
-    for sizes, lengths in itertools.product([*head_dims, *HEAD_DIM_PAIRS], PACKED):
+    packed = [*itertools.product([*head_dims, *HEAD_DIM_PAIRS], PACKED)]
+    for sizes, lengths in packed[share::shares]:
         check_packed(*sizes, lengths, ("arch=80", "arch=90") if has_sm90 else ("arch=80",))
     biased = [*((d, torch.bfloat16) for d in (*build["head_dims"], 320, 512))]
-    for head_dim, dtype in [*biased, (64, torch.float32), (100, torch.float32)]:
+    biased += [(64, torch.float32), (100, torch.float32)]
+    for head_dim, dtype in biased[share::shares]:
         check_biased(head_dim, dtype, has_sm90 and knows_out)
     print("all calls done")
 
@@ -149,7 +155,7 @@ def check_packed(
             of_bwd = tuning if head_dim == head_dim_v else ""
             gradients.append(bwd(tuning=of_bwd, deterministic=deterministic)[:3])
     for found in results[1:]:
-        assert_close(found, results[0], compares_out=sys.argv[1:] != ["initcheck"])
+        assert_close(found, results[0], compares_out=sys.argv[1:2] != ["initcheck"])
     for found in gradients[1:]:
         assert_close(found, gradients[0])
 

@@ -209,6 +209,11 @@ def test_split_kv_at_every_head_dim(kernels, head_dim):
 
 
 @GPU_KERNELS
+def test_many_splits_of_many_rows(kernels):
+    check(*map(poisoned, gpu_inputs(1, 9, 130, 64, len_k=20_000)), True, splits=300)
+
+
+@GPU_KERNELS
 def test_split_kv_takes_two_kernels(kernels, few_tiles):
     q, k, v = few_tiles
     readable = q.shape[3] % 8 == 0

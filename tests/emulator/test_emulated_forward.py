@@ -350,6 +350,13 @@ def test_more_splits_than_threads_that_combine_them(sm80):
     sm80.check(*map(poisoned, inputs), splits=300)
 
 
+@pytest.mark.parametrize("head_dim", [8, 64, 192])
+def test_rows_that_a_cta_combines_together(sm80, head_dim):
+    """1,035: more than have a CTA each, and the last CTA has three."""
+    inputs = random_inputs(1, 5, 207, head_dim, len_k=150)
+    sm80.check(*map(poisoned, inputs), splits=2)
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 def test_few_rows_have_the_bits_of_a_whole_tile(sm80, head_dim):
     q, k, v = random_inputs(1, 2, 128, head_dim, len_k=200)

@@ -1,4 +1,5 @@
-// The second kernel of split-KV: combines the results of the splits. A CTA for each query row.
+// The second kernel of split-KV: combines the results of the splits. Of few query rows each has a
+// CTA; of many a CTA has several, with as many threads each as a row has columns for.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -12,6 +13,7 @@
 #include "common/sink.h"
 #include "common/softmax_policy.h"
 #include "host/params.h"
+#include "host/tile_schedule.h"
 
 namespace flash_cute {
 
@@ -24,8 +26,8 @@ struct CombineKernel {
     static constexpr int kThreads = 256;
     static constexpr int kMinCtas = 0;
     struct SharedMemory {
-      float limits[kThreads / 32];  // the greatest of the splits that a warp looks at
-      float weights[SplitKV::kMaxCount];
+      float limits[kThreads / 32];        // the greatest of the splits that a warp looks at
+      float weights[SplitKV::kMaxCount];  // of the splits of each row
       // Of each thread, summed over its splits: the weights, and the weighted output.
       float sums[kThreads];
       alignas(16) float out[kThreads][4];
@@ -37,12 +39,20 @@ struct CombineKernel {
     cutlass::FastDivmod len_q;
     cutlass::FastDivmod heads;
     cutlass::FastDivmod chunks;  // of four columns
+    int64_t rows;
+    int log2_threads;  // of a row: whole warps
+    int stride;        // so many times they have all chunks
 
     explicit Arguments(const FwdParams& params)
         : params(params),
           len_q(params.len_q),
           heads(params.heads_q),
-          chunks(params.head_dim_v / 4) {}
+          chunks(params.head_dim_v / 4),
+          rows(params.rows()),
+          log2_threads(choose_log2_threads(params)),
+          stride((1 << log2_threads) / chunks.divisor) {}
+
+    int64_t ctas() const { return ceil_div(rows, int64_t{Traits::kThreads} >> log2_threads); }
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
@@ -51,10 +61,17 @@ struct CombineKernel {
     const FwdParams& params = arguments.params;
     const SplitKV& splits = params.splits;
     const SoftmaxPolicy policy(params);
-    const int thread = platform::thread_index();
+    const int in_cta = platform::thread_index(), log2_threads = arguments.log2_threads;
+    const int threads = 1 << log2_threads;      // of a row
+    const int thread = in_cta & threads - 1;    // of its own
+    const int of_cta = in_cta >> log2_threads;  // which row of the CTA's that is
+    const int64_t index =
+        (int64_t{platform::cta_index()} * Traits::kThreads >> log2_threads) + of_cta;
+    const bool exists = index < arguments.rows;
     int batch_head, query, batch, head;
-    arguments.len_q(batch_head, query, platform::cta_index());
+    arguments.len_q(batch_head, query, static_cast<int>(exists ? index : 0));
     arguments.heads(batch, head, batch_head);
+    float* const weights = smem.weights + of_cta * splits.count;
     // The address of the row in a (batch, heads_q, len_q, ...) tensor, of split `split`.
     const auto row_of = [&](const auto& view, int split = 0) {
       return view.data + (int64_t{split} * params.entries() + batch) * view.stride_batch +
@@ -65,7 +82,7 @@ struct CombineKernel {
 
     // The weights of the splits, all relative to the greatest limit.
     float limit = -INFINITY;
-    for (int split = thread; split < splits.count; split += Traits::kThreads) {
+    for (int split = thread; split < splits.count; split += threads) {
       const RowStats row = *row_of(splits.stats, split);
       if (is_written(row)) limit = fmaxf(limit, row.limit);
     }
@@ -73,50 +90,60 @@ struct CombineKernel {
     for (int lanes = 16; lanes > 0; lanes /= 2) {
       limit = fmaxf(limit, platform::shuffle_xor(limit, lanes));
     }
-    if (thread % 32 == 0) smem.limits[thread / 32] = limit;
+    if (thread % 32 == 0) smem.limits[in_cta / 32] = limit;
     platform::sync_cta();  // the limits of all warps are there
-    CUTE_UNROLL
-    for (float of_warp : smem.limits) limit = fmaxf(limit, of_warp);
-    for (int split = thread; split < splits.count; split += Traits::kThreads) {
+    for (int i = 0; i < threads; i += 32) {
+      limit = fmaxf(limit, smem.limits[(of_cta * threads + i) / 32]);
+    }
+    for (int split = thread; split < splits.count; split += threads) {
       const RowStats row = *row_of(splits.stats, split);
-      smem.weights[split] = row.sum * policy.rescale(row.limit, limit);  // fault: split-weight
-      if (!is_written(row)) smem.weights[split] = kNotWritten;
+      weights[split] = row.sum * policy.rescale(row.limit, limit);  // fault: split-weight
+      if (!is_written(row)) weights[split] = kNotWritten;
     }
     platform::sync_cta();  // the weights of all splits are there
 
-    // A thread sums four columns over every `stride`-th split.
-    const int stride = Traits::kThreads / arguments.chunks.divisor;
+    // A thread sums four columns over every `stride`-th split. It has some on their way at a time.
+    constexpr int kLoads = 4;
+    const int stride = arguments.stride;
     int first, chunk;
     arguments.chunks(first, chunk, thread);
     float sum = 0.f;
     auto out = make_tensor<float>(_4{});
     clear(out);
-    if (first < stride) {
-      for (int split = first; split < splits.count; split += stride) {
-        const float weight = smem.weights[split];
-        if (weight == kNotWritten) continue;
-        auto of_split = make_tensor<float>(_4{});
-        copy(Copy_Atom<Copy16Bytes, float>{},
-             make_tensor(make_gmem_ptr(row_of(splits.out, split) + 4 * chunk), Shape<_4>{}),
-             of_split);
-        sum += weight;
+    if (first >= stride) first = splits.count;  // nothing is left for this thread
+    for (int split0 = first; split0 < splits.count; split0 += kLoads * stride) {
+      auto of_splits = make_tensor<float>(Shape<_4, Int<kLoads>>{});
+      float weight[kLoads];
+      CUTE_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        const int split = split0 + i * stride;
+        weight[i] = split < splits.count ? weights[split] : kNotWritten;
+        if (weight[i] == kNotWritten) continue;
+        const float* const from = row_of(splits.out, split) + 4 * chunk;
+        copy(Copy_Atom<Copy16Bytes, float>{}, make_tensor(make_gmem_ptr(from), Shape<_4>{}),
+             of_splits(_, i));
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        if (weight[i] == kNotWritten) continue;
+        sum += weight[i];
         CUTE_UNROLL
-        for (int i = 0; i < 4; ++i) out(i) += weight * of_split(i);
+        for (int c = 0; c < 4; ++c) out(c) += weight[i] * of_splits(c, i);
       }
     }
-    smem.sums[thread] = sum;
+    smem.sums[in_cta] = sum;
     copy(Copy_Atom<Copy16Bytes, float>{}, out,
-         make_tensor(make_smem_ptr(smem.out[thread]), Shape<_4>{}));
+         make_tensor(make_smem_ptr(smem.out[in_cta]), Shape<_4>{}));
     platform::sync_cta();  // the sums of all threads are there
 
     // A thread writes eight columns.
     const int first_chunk = 2 * thread;
-    if (first_chunk >= arguments.chunks.divisor) return;
+    if (!exists || first_chunk >= arguments.chunks.divisor) return;
     float total = 0.f;
     auto result = make_tensor<float>(_8{});
     clear(result);
     for (int i = 0; i < stride; ++i) {
-      const int summed = i * arguments.chunks.divisor + first_chunk;
+      const int summed = of_cta * threads + i * arguments.chunks.divisor + first_chunk;
       total += smem.sums[summed];
       CUTE_UNROLL
       for (int c = 0; c < 8; ++c) result(c) += smem.out[summed + c / 4][c % 4];
@@ -146,6 +173,22 @@ struct CombineKernel {
            make_tensor(make_gmem_ptr(reinterpret_cast<uint32_t*>(to)), Shape<_4>{}));
     }
     if (thread == 0) *row_of(params.lse) = lse;
+  }
+
+ private:
+  // Whole CTAs are fastest as long as a GPU runs all of them at a time. All the CTA's weights have
+  // to find room.
+  static int choose_log2_threads(const FwdParams& params) {
+    constexpr int kFewRows = 1024, kLog2Most = 8;
+    static_assert(1 << kLog2Most == Traits::kThreads);
+    if (params.rows() <= kFewRows) return kLog2Most;
+    int result = 5;
+    while (result < kLog2Most &&
+           (1 << result < params.head_dim_v / 4 ||
+            params.splits.count > SplitKV::kMaxCount >> (kLog2Most - result))) {
+      ++result;
+    }
+    return result;
   }
 };
 

@@ -8,7 +8,8 @@ namespace flash_cute {
 void launch_combine(const FwdParams& params, int device, cudaStream_t stream) {
   dtype_switch(params.dtype, [&](auto dtype) {
     using Kernel = CombineKernel<dtype()>;
-    run_grid<Kernel>(typename Kernel::Arguments(params), params.rows(), device, stream);
+    const typename Kernel::Arguments arguments(params);
+    run_grid<Kernel>(arguments, arguments.ctas(), device, stream);
   });
 }
 

@@ -197,11 +197,23 @@ class OnlineSoftmax {
     for (int c = 0; c < cute::size<1>(scores); ++c) {
       CUTE_UNROLL
       for (int r = 0; r < cute::size<0>(scores); ++r) {
-        float& score = scores(r, c);
-        // One fused multiply-add a score.
-        score = platform::exp2(score * params_.scale.scale_log2 - bounds.subtrahend[kFirstRow + r]);
-        sum_[kFirstRow + r] += score;
+        sum_[kFirstRow + r] += weigh(scores(r, c), bounds.subtrahend[kFirstRow + r]);
       }
+    }
+  }
+
+  // The same, where a row's sum takes that of a block. One by one, small weights are too often
+  // rounded beside the sum of many: with 16,384 keys it would cost fp32 a digit.
+  template <class Scores, class Bounds>
+  CUTE_DEVICE void apply_exp2_in_stages(Scores& scores, const Bounds& bounds) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float sum = 0.f;
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) {
+        sum += weigh(scores(r, c), bounds.subtrahend[r]);
+      }
+      sum_[r] += sum;
     }
   }
 
@@ -266,6 +278,11 @@ class OnlineSoftmax {
   }
 
  private:
+  // One fused multiply-add a score.
+  CUTE_DEVICE float weigh(float& score, float subtrahend) const {
+    return score = platform::exp2(score * params_.scale.scale_log2 - subtrahend);
+  }
+
   // Subtracts the limits of exact rows from their scores.
   template <int kFirstRow = 0, class Scores>
   CUTE_DEVICE void subtract_limits(Scores& scores) const {

@@ -23,6 +23,15 @@
 // New in torch 2.13.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
+// Not in the stable ABI, and so called only where they are: through an op in Python the flag takes
+// 3 us.
+namespace at {
+struct Context {
+  __attribute__((weak)) bool deterministicAlgorithms() const;
+};
+__attribute__((weak)) Context& globalContext();
+}  // namespace at
+
 namespace flash_cute {
 namespace {
 
@@ -46,6 +55,12 @@ template <class... Results, class... Params>
 std::tuple<Results...> run(std::tuple<Results...> (*op)(Params...), const char* name, bool is_cuda,
                            const std::type_identity_t<Params>&... args) {
   return is_cuda ? op(args...) : call<Results...>(name, args...);
+}
+
+bool is_deterministic() {
+  constexpr bool (at::Context::*flag)() const = &at::Context::deterministicAlgorithms;
+  if (&at::globalContext && flag) return at::globalContext().deterministicAlgorithms();
+  return std::get<0>(call<bool>("flash_cute::deterministic"));
 }
 
 // The greatest head dim that was built.
@@ -144,11 +159,10 @@ template <bool kRowsFirst = false>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                                             const Tensor& v, const Tensor& out, const Tensor& lse,
                                             const Options& o) {
-  const bool deterministic = std::get<0>(call<bool>("flash_cute::deterministic"));
   const auto [dq, dk, dv, dsink, dbias] =
       run(&bwd<kRowsFirst>, "flash_cute::bwd", q.is_cuda(), dout, q, k, v, out, lse, {}, {}, {}, {},
           o.cu_seqlens_q, o.cu_seqlens_k, {}, {}, {}, o.scale, o.window_left, o.window_right, {}, 0,
-          deterministic, false, {});
+          is_deterministic(), false, {});
   return {dq, dk, dv};
 }
 

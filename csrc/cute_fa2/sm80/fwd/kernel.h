@@ -25,18 +25,19 @@ template <class Traits_, MaskKind kMask>
 struct FwdKernel {
   using Traits = Traits_;
   using Arguments = sm80::Arguments;
+  static constexpr bool kIsFp32 = std::is_same_v<typename Traits::Element, float>;
   // Addresses that the K/V source keeps in registers: as many as make the kernel faster. With more,
   // ptxas finds a worse order of instructions, or spills.
   static constexpr KeptAddresses kKeptAddresses =
       kMask == MaskKind::kScored && Traits::kHeadDim != 64 ? KeptAddresses::kHead
       : Traits::kPipelinedQk                               ? KeptAddresses::kThreadAndTarget
-      : (kMask != MaskKind::kFull || Traits::kQInRegisters) && Traits::kHeadDim >= 128
+      : (kMask != MaskKind::kFull || Traits::kQInRegisters || kIsFp32) && Traits::kHeadDim >= 128
           ? KeptAddresses::kThread
           : KeptAddresses::kHead;
   using KVSource =
       std::conditional_t<Traits::kIsChunked, ChunkedKV<Traits>, DenseKV<Traits, kKeptAddresses>>;
   using Mainloop = std::conditional_t<
-      std::is_same_v<typename Traits::Element, float>, FwdMainloopFp32<Traits, kMask, KVSource>,
+      kIsFp32, FwdMainloopFp32<Traits, kMask, KVSource>,
       std::conditional_t<
           Traits::kIsChunked, FwdMainloopChunked<Traits, kMask, KVSource>,
           std::conditional_t<Traits::kPipelinedQk, FwdMainloopPipelined<Traits, kMask, KVSource>,

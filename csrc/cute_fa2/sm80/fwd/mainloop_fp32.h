@@ -72,7 +72,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
     const bool is_first = !has_previous(n_block);
     const bool updated = softmax_.update_limits(scores, softmax_.may_exceed(scores), is_first);
     if (updated && !is_first) softmax_.rescale(out);  // before the first block O is 0
-    softmax_.apply_exp2(scores, softmax_.subtrahends());
+    softmax_.apply_exp2_in_stages(scores, softmax_.subtrahends());
     gemm_pv(thread_here, n_block, tSrS, tOrO);
   }
 
