@@ -149,7 +149,8 @@ struct CombineKernel {
       for (int c = 0; c < 8; ++c) result(c) += smem.out[summed + c / 4][c % 4];
     }
     float inverse = total == 0.f ? 0.f : platform::reciprocal(total);
-    float lse = policy.lse({limit, total});
+    const RowStats stats = {limit, total};
+    float lse = kDType == DType::kFloat ? policy.exact_lse(stats) : policy.lse(stats);
     // Once, not in each split, and not of a row that no sequence has.
     if (params.sink && is_written(*row_of(splits.stats))) {
       const Sink sink = {params.sink[head]};

@@ -263,8 +263,9 @@ class OnlineSoftmax {
 
   // After `normalize`: the log-sum-exp and the statistics of row `row`, which each thread chooses.
   // The former is with the sink of query head `head`, if there is one.
+  template <bool kIsExact = false>
   CUTE_DEVICE float lse(int row, int head) const {
-    const float of_keys = policy_.lse(stats(row));
+    const float of_keys = kIsExact ? policy_.exact_lse(stats(row)) : policy_.lse(stats(row));
     return params_.sink ? Sink{params_.sink[head]}.join(of_keys) : of_keys;  // fault: sink-lse
   }
   CUTE_DEVICE RowStats stats(int row) const {

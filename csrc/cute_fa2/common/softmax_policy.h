@@ -60,6 +60,18 @@ class SoftmaxPolicy {
     return row.sum == 0.f ? -INFINITY : (log2_weight + platform::log2(row.sum)) * kLn2;
   }
 
+  // The same for fp32: rounded once. Infinities have no rest.
+  CUTE_DEVICE float exact_lse(RowStats row) const {
+    constexpr double kLn2 = 0.69314718055994531;
+    constexpr float kHi = static_cast<float>(kLn2), kLo = static_cast<float>(kLn2 - kHi);
+    const float log2_weight = fmaf(row.limit, scale_.scale_log2, -SoftmaxScale::kSlackLog2);
+    const float log2_sum = platform::log2(row.sum);
+    const float sum = log2_weight + log2_sum, added = sum - log2_weight;
+    const float rest = (log2_weight - (sum - added)) + (log2_sum - added);  // that `sum` lacks
+    const float low = fabsf(sum) < SoftmaxScale::kExactFrom ? fmaf(sum, kLo, rest * kHi) : 0.f;
+    return row.sum == 0.f ? -INFINITY : fmaf(sum, kHi, low);
+  }
+
   // Of an ordinary row. Before the first key the limit is -inf and the reference finite: then
   // -inf - reference is -inf, not NaN.
   CUTE_DEVICE float reference(float limit) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/pack_gqa.h"
 #include "common/platform.h"
@@ -43,7 +44,8 @@ struct FwdEpilogue {
         TiledMma{}.get_slice(thread).partition_C(make_identity_tensor(ShapeO{})));
     visit_rows<Softmax>(pack_gqa, row0, sequence, tOcO, [&](int row, int mine) {
       *pack_gqa.find<float>(params.lse, tile, row, sequence) =
-          softmax.lse(mine, pack_gqa.head(tile.head, row));
+          softmax.template lse<std::is_same_v<typename Traits::Element, float>>(
+              mine, pack_gqa.head(tile.head, row));
     });
 
     platform::sync_cta();  // O is in shared memory, from all warps

@@ -85,7 +85,9 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tXsQ = load_q.partition_S(sQ());  // (ldmatrix, MMA_M, D / 8)
     auto tXrQ = load_q.retile_D(tSrQ);     // as tXsQ
     clear(tSrS);
-    staged_gemm<LoadK, kSteps, cute::min(kPairs, kBlockN / 16)>(
+    // Of S fewer steps: what all scores of a row lose is lost to its log-sum-exp.
+    constexpr int kStepsOfS = kMask == MaskKind::kScored ? kSteps : cute::min(kSteps, 2);
+    staged_gemm<LoadK, kStepsOfS, cute::min(kPairs, kBlockN / 16)>(
         TiledMma{}, thread, tSrQ, [&](int k) { copy(LoadQ{}, tXsQ(_, _, k), tXrQ(_, _, k)); },
         sK(n_block), tSrS);
   }
