@@ -83,10 +83,12 @@ SECTIONS = (
     ),
     Section(
         "Backward of the sm80 kernels",
-        "The same points on Hopper, before it had kernels of its own.",
-        ("bwd_sm80_h100",),
+        "The same points on Hopper, by the kernels that it had before its own.",
+        ("bwd_sm80_h100", "bwd_h200"),
     ),
-    Section("Forward and backward", "At the same points.", ("fwdbwd", "fwdbwd_h100")),
+    Section(
+        "Forward and backward", "At the same points.", ("fwdbwd", "fwdbwd_h100", "fwdbwd_h200")
+    ),
     Section(
         "Packed documents",
         "Causal. Equal lengths, beside the dense call of the same; and lengths as corpora have "
@@ -106,6 +108,11 @@ SECTIONS = (
         "Some queries against a longer context. Causal masks are aligned to the bottom right; "
         "there FA2 is `aten::_flash_attention_forward`, as SDPA aligns to the top left.",
         ("chunks_h100", "chunks_01ad88e_h100"),
+    ),
+    Section(
+        "Splits of the keys of chunks",
+        "The same calls, each with 1, 2, 4 and 8 splits. What is chosen came from these.",
+        ("chunks_splits_h200",),
     ),
     Section(
         "Softcap, ALiBi and biases",

@@ -32,7 +32,7 @@ SplitKV best_splits(const FwdParams& params, const SplitCost& cost, const KeyBlo
   constexpr int64_t kMaxRounds = 4;  // as many splits as give an SM 1, 2, 3 or 4 tiles
   const double unsplit = cost.rounds_unsplit * (blocks.count * blocks.keys + cost.tile);
   SplitKV best;
-  double least = 0.75 * unsplit;
+  double least = 0.8 * unsplit;
   for (int64_t round = 1; round <= kMaxRounds; ++round) {
     const SplitKV splits = blocks.in_splits(round * multiprocessors / cost.tiles);
     if (splits.count == 1) continue;
@@ -59,8 +59,8 @@ SplitCost SplitCost::of_sm80(const FwdParams& params, const GqaLayout& gqa,
           .key = 1,  // decoding works on half of the rows, which this leaves out
           .tile = 256,
           .combine = 240,
-          .row = 0.017,
-          .row_of_split = 0.005,
+          .row = 0.002,
+          .row_of_split = 0.0006,
           .rounds_unsplit = rounds(tiles, entry.ctas_per_sm, multiprocessors)};
 }
 
@@ -84,9 +84,9 @@ SplitCost SplitCost::of_sm90(const FwdParams& params, const GqaLayout& gqa,
           .ctas_per_sm = 1,
           .key = key,
           .tile = 64 * scale,
-          .combine = 400 * scale,
-          .row = 0.06 * scale,
-          .row_of_split = 0.034,
+          .combine = 300 * scale,
+          .row = 0.005 * scale,
+          .row_of_split = 0.005,
           .rounds_unsplit = rows * unsplit.row_cost / (block_m * entry.row_cost)};
 }
 

@@ -13,7 +13,7 @@
 namespace flash_cute {
 
 // What splits cost. The unit is one key for all rows of a tile, on an SM full of CTAs. The costs
-// were set after calls on an H100 (notes/split_kv.md).
+// were set after calls on an H200 (notes/split_kv.md).
 struct SplitCost {
   int64_t tiles;          // for each split
   int block_n;            // keys of a block
@@ -34,7 +34,7 @@ struct SplitCost {
                            const TailSplit& tail, int multiprocessors);
 };
 
-// The splits that take least, where that saves a quarter of the time; `asked`, if not 0: at most
+// The splits that take least, where that saves a fifth of the time; `asked`, if not 0: at most
 // so many instead.
 SplitKV choose_splits(const FwdParams& params, const SplitCost& cost, int multiprocessors,
                       int64_t asked);
