@@ -64,7 +64,7 @@ PLACES = {
     ladder.two_passes: (
         Place(SOFTMAX, "policy_.rescale(limit_[r], limit)", "e^(m - m')"),
         Place(SOFTMAX, "sum_[r] *= rescale_[r]", "l e^(m - m')"),
-        Place(SOFTMAX, "sum_[kFirstRow + r] += score", "and the sum of the block's weights"),
+        Place(SOFTMAX, "sum_[kFirstRow + r] += weigh(", "and the sum of the block's weights"),
     ),
     ladder.one_pass: (
         Place(MAINLOOP, "rescale<Rows::kFirstRow>(out)", "O e^(m - m')"),
@@ -77,7 +77,7 @@ PLACES = {
         Place(
             "combine/kernel.h", "policy.rescale(row.limit, limit)", "l_c e^(m_c - m), for e^LSE_c"
         ),
-        Place("combine/kernel.h", "out(i) += weight * of_split(i)", "the sum over the splits"),
+        Place("combine/kernel.h", "out(c) += weight[i] * of_splits(c, i)", "the sum over the splits"),
     ),
     ladder.flash_attention_1: (
         Place("sm80/fwd/mainloop_base.h", "auto sK(int n_block)", "a block of K on the chip"),
