@@ -77,7 +77,9 @@ PLACES = {
         Place(
             "combine/kernel.h", "policy.rescale(row.limit, limit)", "l_c e^(m_c - m), for e^LSE_c"
         ),
-        Place("combine/kernel.h", "out(c) += weight[i] * of_splits(c, i)", "the sum over the splits"),
+        Place(
+            "combine/kernel.h", "out(c) += weight[i] * of_splits(c, i)", "the sum over the splits"
+        ),
     ),
     ladder.flash_attention_1: (
         Place("sm80/fwd/mainloop_base.h", "auto sK(int n_block)", "a block of K on the chip"),
@@ -88,7 +90,7 @@ PLACES = {
         Place(KERNEL, "const TileCoord tile = tile_of(", "a CTA has one tile of rows"),
         Place(MAINLOOP, "mask_.visible_blocks(row0_", "the key blocks that the tile sees"),
         Place(MAINLOOP, "while (has_next(n_block--))", "the loop, from the last to the first"),
-        Place(EPILOGUE, "softmax.lse(mine", "LSE = m + log l"),
+        Place(EPILOGUE, "softmax.template lse<", "LSE = m + log l"),
         Place(POLICY, "float limit_above(", "beyond the paper: m has slack, so few blocks rescale"),
     ),
 }
