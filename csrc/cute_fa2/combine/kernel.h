@@ -177,8 +177,7 @@ struct CombineKernel {
   }
 
  private:
-  // Whole CTAs are fastest as long as a GPU runs all of them at a time. All the CTA's weights have
-  // to find room.
+  // Few rows have a CTA each: a GPU runs so many at a time. Of many all weights have to find room.
   static int choose_log2_threads(const FwdParams& params) {
     constexpr int kFewRows = 1024, kLog2Most = 8;
     static_assert(1 << kLog2Most == Traits::kThreads);

@@ -13,7 +13,7 @@
 namespace flash_cute {
 
 // What splits cost. The unit is one key for all rows of a tile, on an SM full of CTAs. The costs
-// were set after calls on an H200 (notes/split_kv.md).
+// were set after calls on Hopper (notes/split_kv.md).
 struct SplitCost {
   int64_t tiles;          // for each split
   int block_n;            // keys of a block
