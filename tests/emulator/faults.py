@@ -39,7 +39,7 @@ BOTH = [
     Fault("exact-row", "= 0.f", WRONG),
     Fault("keyless-row", "", WRONG),
     Fault("tile-twice", "", WRITTEN),
-    Fault("split-weight", "smem.weights[split] = row.sum;", WRONG),
+    Fault("split-weight", "weights[split] = row.sum;", WRONG),
 ]
 SM80 = [
     Fault("key-bound", "= len_k_ + 1 - n_block * kRows", BOUNDS),
