@@ -260,7 +260,7 @@ NOT_FOR_SM90: dict[str, tuple[Callable[..., tuple[Tensor, ...]], float | None, s
 def nan_in_new_memory(deterministic: bool = False) -> Iterator[None]:
     """Fills what torch.empty and its like return with NaN, so that an output that is not written
     shows. PyTorch does so in its deterministic mode alone; our gradients take the mode of
-    `deterministic`.
+    `deterministic`, but for those of the ops that `register` overrides.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),

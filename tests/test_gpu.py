@@ -210,7 +210,7 @@ def test_split_kv_at_every_head_dim(kernels, head_dim):
 
 @GPU_KERNELS
 def test_many_splits_of_many_rows(kernels):
-    check(*map(poisoned, gpu_inputs(1, 9, 130, 64, len_k=20_000)), True, splits=300)
+    check(*map(poisoned, gpu_inputs(1, 9, 130, 64, len_k=2**15)), True, splits=512)
 
 
 @GPU_KERNELS

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_cute
+from flash_cute import cpu
 from flash_cute.hooks import aten
 
 OP = torch.ops.aten._scaled_dot_product_flash_attention
@@ -207,6 +208,28 @@ def check_layout(device: str, make: Callable[[str], Tensor]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str) -> None:
     check_layout("cpu", LAYOUTS[layout])
+
+
+@pytest.mark.usefixtures("calls")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_take_the_mode_of_torch(deterministic: bool) -> None:
+    q, k, v = inputs()
+    out = OP(q, k, v)[0]
+    modes = []
+
+    def spy(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        modes.append(options.get("deterministic", False))
+        return cpu.attention_backward(*tensors, **options)
+
+    library = torch.library.Library("flash_cute", "IMPL")
+    library.impl("bwd", spy, "CPU", allow_override=True)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        gradients(out, q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        library._destroy()
+    assert modes == [deterministic]
 
 
 def test_context_parallel() -> None:

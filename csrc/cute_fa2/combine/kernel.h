@@ -1,5 +1,5 @@
-// The second kernel of split-KV: combines the results of the splits. Of few query rows each has a
-// CTA; of many a CTA has several, with as many threads each as a row has columns for.
+// The second kernel of split-KV: combines the results of the splits. With few query rows each has a
+// CTA. With many, a CTA has up to eight, each of one or more whole warps.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -40,8 +40,8 @@ struct CombineKernel {
     cutlass::FastDivmod heads;
     cutlass::FastDivmod chunks;  // of four columns
     int64_t rows;
-    int log2_threads;  // of a row: whole warps
-    int stride;        // so many times they have all chunks
+    int log2_threads;  // of the threads of a row: at least a warp
+    int stride;        // how many splits these sum at a time
 
     explicit Arguments(const FwdParams& params)
         : params(params),
@@ -63,8 +63,8 @@ struct CombineKernel {
     const SoftmaxPolicy policy(params);
     const int in_cta = platform::thread_index(), log2_threads = arguments.log2_threads;
     const int threads = 1 << log2_threads;      // of a row
-    const int thread = in_cta & threads - 1;    // of its own
-    const int of_cta = in_cta >> log2_threads;  // which row of the CTA's that is
+    const int thread = in_cta & threads - 1;    // which of these this is
+    const int of_cta = in_cta >> log2_threads;  // which of the CTA's rows they have
     const int64_t index =
         (int64_t{platform::cta_index()} * Traits::kThreads >> log2_threads) + of_cta;
     const bool exists = index < arguments.rows;
@@ -102,7 +102,7 @@ struct CombineKernel {
     }
     platform::sync_cta();  // the weights of all splits are there
 
-    // A thread sums four columns over every `stride`-th split. It has some on their way at a time.
+    // A thread sums four columns over every `stride`-th split. Up to kLoads loads are in flight.
     constexpr int kLoads = 4;
     const int stride = arguments.stride;
     int first, chunk;
@@ -150,7 +150,7 @@ struct CombineKernel {
     }
     float inverse = total == 0.f ? 0.f : platform::reciprocal(total);
     const RowStats stats = {limit, total};
-    float lse = kDType == DType::kFloat ? policy.exact_lse(stats) : policy.lse(stats);
+    float lse = kDType == DType::kFloat ? policy.lse_fp32(stats) : policy.lse(stats);
     // Once, not in each split, and not of a row that no sequence has.
     if (params.sink && is_written(*row_of(splits.stats))) {
       const Sink sink = {params.sink[head]};
@@ -177,7 +177,8 @@ struct CombineKernel {
   }
 
  private:
-  // Few rows have a CTA each: a GPU runs so many at a time. Of many all weights have to find room.
+  // Up to kFewRows rows each have a CTA: about so many run at a time. Beyond, a row has as few
+  // warps as cover its columns, if the weights of all of the CTA's rows fit.
   static int choose_log2_threads(const FwdParams& params) {
     constexpr int kFewRows = 1024, kLog2Most = 8;
     static_assert(1 << kLog2Most == Traits::kThreads);

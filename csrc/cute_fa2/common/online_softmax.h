@@ -202,8 +202,8 @@ class OnlineSoftmax {
     }
   }
 
-  // The same, where a row's sum takes that of a block. One by one, small weights are too often
-  // rounded beside the sum of many: with 16,384 keys it would cost fp32 a digit.
+  // The same, where a row's sum takes the sum of a block. Added one by one, small weights would be
+  // rounded away beside a large sum.
   template <class Scores, class Bounds>
   CUTE_DEVICE void apply_exp2_in_stages(Scores& scores, const Bounds& bounds) {
     CUTE_UNROLL
@@ -263,9 +263,9 @@ class OnlineSoftmax {
 
   // After `normalize`: the log-sum-exp and the statistics of row `row`, which each thread chooses.
   // The former is with the sink of query head `head`, if there is one.
-  template <bool kIsExact = false>
+  template <bool kIsFp32 = false>
   CUTE_DEVICE float lse(int row, int head) const {
-    const float of_keys = kIsExact ? policy_.exact_lse(stats(row)) : policy_.lse(stats(row));
+    const float of_keys = kIsFp32 ? policy_.lse_fp32(stats(row)) : policy_.lse(stats(row));
     return params_.sink ? Sink{params_.sink[head]}.join(of_keys) : of_keys;  // fault: sink-lse
   }
   CUTE_DEVICE RowStats stats(int row) const {

@@ -60,8 +60,9 @@ class SoftmaxPolicy {
     return row.sum == 0.f ? -INFINITY : (log2_weight + platform::log2(row.sum)) * kLn2;
   }
 
-  // The same for fp32: rounded once. Infinities have no rest.
-  CUTE_DEVICE float exact_lse(RowStats row) const {
+  // The same for fp32: of an ordinary row the sum of the logarithms loses nothing. Exact rows are
+  // rounded as in `lse`, and so are those so large that a rest would be less than a digit.
+  CUTE_DEVICE float lse_fp32(RowStats row) const {
     constexpr double kLn2 = 0.69314718055994531;
     constexpr float kHi = static_cast<float>(kLn2), kLo = static_cast<float>(kLn2 - kHi);
     const float log2_weight = fmaf(row.limit, scale_.scale_log2, -SoftmaxScale::kSlackLog2);

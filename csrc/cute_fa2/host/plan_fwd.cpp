@@ -26,7 +26,7 @@ void finish(FwdPlan& plan, const FwdParams& params, int block_m, const DevicePro
   plan.schedule = schedule(TileGrid{split, plan.gqa, block_m, device.l2_bytes});
   check_grid(plan.schedule.tail.work_tiles());
   plan.workspace_bytes = split_workspace_bytes(split);
-  if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
+  if (plan.splits.count > 1) check_grid(params.rows());  // combine counts in 32 bits
 }
 
 // The same of packed sequences, whose lengths the device alone knows. `ctas`: at most so many, if
@@ -62,7 +62,7 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int ctas
                    .ctas = ctas == 0 ? tiles : std::min(ctas, tiles)};
   FwdParams split = params;
   split.splits = plan.splits;
-  if (plan.splits.count > 1) check_grid(params.rows());  // CTAs of the combine kernel
+  if (plan.splits.count > 1) check_grid(params.rows());  // combine counts in 32 bits
   Allocator count(nullptr);
   if (policy != SchedulePolicy::kPlaces) count.take_list(blocks, plan.splits.count);
   plan.workspace_bytes = count.bytes() + split_workspace_bytes(split);

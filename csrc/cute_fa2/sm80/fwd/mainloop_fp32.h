@@ -17,7 +17,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   using typename Base::LoadK, typename Base::LoadQ, typename Base::LoadVt;
   using typename Base::ShapeS, typename Base::TiledMma;
   static constexpr int kMmaM = kBlockM / kMmaRows;
-  // What is summed from zero (staged_gemm): so many k8 steps, and so many columns by 16. With two
+  // What P V sums from zero (staged_gemm): so many k8 steps, and so many columns by 16. With two
   // MMAs along the rows and 128 columns of O, hi and lo of more steps would spill.
   static constexpr int kSteps = kMmaM == 2 && Traits::kHeadDimV > 64 ? 1 : 4;
   static constexpr int kPairs = 2 / kMmaM;
@@ -85,7 +85,8 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
     auto tXsQ = load_q.partition_S(sQ());  // (ldmatrix, MMA_M, D / 8)
     auto tXrQ = load_q.retile_D(tSrQ);     // as tXsQ
     clear(tSrS);
-    // Of S fewer steps: what all scores of a row lose is lost to its log-sum-exp.
+    // S sums fewer: truncation is a bias of all scores of a row, so it goes into the log-sum-exp.
+    // Scored masks would spill.
     constexpr int kStepsOfS = kMask == MaskKind::kScored ? kSteps : cute::min(kSteps, 2);
     staged_gemm<LoadK, kStepsOfS, cute::min(kPairs, kBlockN / 16)>(
         TiledMma{}, thread, tSrQ, [&](int k) { copy(LoadQ{}, tXsQ(_, _, k), tXrQ(_, _, k)); },
