@@ -60,4 +60,19 @@ CUTE_DEVICE auto convert(const cute::Tensor<Engine, Layout>& source) {
   return result;
 }
 
+// The same of elements that lie side by side only two by two.
+template <class To, class Engine, class Layout>
+CUTE_DEVICE auto convert_pairs(const cute::Tensor<Engine, Layout>& source) {
+  using From = typename Engine::value_type;
+  static_assert(decltype(source.layout()(cute::_1{}))::value == 1);
+  auto result = cute::make_tensor<To>(cute::shape(source));
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(source); i += 2) {
+    const auto& pair = *reinterpret_cast<const cutlass::Array<From, 2>*>(&source(i));
+    *reinterpret_cast<cutlass::Array<To, 2>*>(&result(i)) =
+        cutlass::NumericArrayConverter<To, From, 2>{}(pair);
+  }
+  return result;
+}
+
 }  // namespace flash_cute::sm80

@@ -31,18 +31,27 @@ CUTE_DEVICE void gemm_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& 
   }
 }
 
+// Other work among the products. It is called `count` times, and does a share of it each time.
 struct DoNothing {
-  CUTE_DEVICE void operator()() const {}
+  CUTE_DEVICE void operator()(int share, int count) const {}
 };
+
+// Work that is not shared out: half of the products are before it.
+template <class Work>
+CUTE_DEVICE auto at_half(const Work& work) {
+  return [work](int share, int count) {
+    if (share == count / 2) work();
+  };
+}
 
 // C += A B^T. B's fragments come from shared memory one ldmatrix (16 columns of C) ahead of their
 // products. Registers are too short for more. `copy_a(k)` brings A's fragments of step k and is
-// called ahead of that step's products. `midway()` is called when half of the products are issued,
-// and operands for more are on their way.
+// called ahead of that step's products. `meanwhile` is called ahead of the products of each
+// ldmatrix, when the next one is on its way.
 template <class LoadB, class TiledMma, class A, class CopyA, class B, class SmemB, class C,
-          class Midway = DoNothing>
+          class Meanwhile = DoNothing>
 CUTE_DEVICE void warp_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a, B& rB,
-                           const SmemB& sB, C& rC, const Midway& midway = {}) {
+                           const SmemB& sB, C& rC, const Meanwhile& meanwhile = {}) {
   using namespace cute;
   constexpr int kPairs = decltype(size<1>(rB))::value / 2;
   constexpr int kSteps = decltype(size<2>(rB))::value;
@@ -54,16 +63,16 @@ CUTE_DEVICE void warp_gemm(TiledMma mma, unsigned thread, const A& rA, const Cop
     const int k = i / kPairs, pair = i % kPairs;
     if (pair == 0 && k + 1 < kSteps) copy_a(k + 1);
     if (i + 1 < kPairs * kSteps) copy_b((i + 1) % kPairs, (i + 1) / kPairs);
-    if (i == kPairs * kSteps / 2) midway();
+    meanwhile(i, kPairs * kSteps);
     gemm_pair(mma, rA(_, _, k), rB(_, _, k), pair, rC);
   }
 }
 
 // The same with A from shared memory too, one k16 step ahead of its products.
 template <class LoadA, class LoadB, class TiledMma, class SmemA, class SmemB, class C,
-          class Midway = DoNothing>
+          class Meanwhile = DoNothing>
 CUTE_DEVICE void smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA, const SmemB& sB, C& rC,
-                           const Midway& midway = {}) {
+                           const Meanwhile& meanwhile = {}) {
   using namespace cute;
   auto thread_mma = mma.get_slice(thread);
   auto rA = thread_mma.partition_fragment_A(sA);  // (8, MMA_M, K / 16)
@@ -72,7 +81,7 @@ CUTE_DEVICE void smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA, const
   auto from_a = load_a.partition_S(sA);  // (ldmatrix, MMA_M, K / 16)
   auto to_a = load_a.retile_D(rA);       // as from_a
   auto copy_a = [&](int k) { copy(LoadA{}, from_a(_, _, k), to_a(_, _, k)); };
-  warp_gemm<LoadB>(mma, thread, rA, copy_a, rB, sB, rC, midway);
+  warp_gemm<LoadB>(mma, thread, rA, copy_a, rB, sB, rC, meanwhile);
 }
 
 }  // namespace flash_cute::sm80

@@ -58,11 +58,11 @@ CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
 // bias. So kSteps k8 steps are summed from zero, 16 kPairs columns after the other, and fp32 adds
 // that to C. A product waits for the one before in its sum, so there are some sums. Likewise kSteps
 // of A are split together: all would be too many for the registers. `copy_a(k)` brings A's
-// fragments. `midway()` is called once, ahead of the first product.
+// fragments. `meanwhile` is called once, ahead of the first product.
 template <class LoadB, int kSteps, int kPairs, class TiledMma, class A, class CopyA, class SmemB,
-          class C, class Midway = DoNothing>
+          class C, class Meanwhile = DoNothing>
 CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a,
-                             const SmemB& sB, C& rC, const Midway& midway = {}) {
+                             const SmemB& sB, C& rC, const Meanwhile& meanwhile = {}) {
   using namespace cute;
   auto rB = make_tensor<float>(  // (2, columns / 8, K / 8)
       partition_shape_B(mma, shape(sB)));
@@ -82,7 +82,7 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
     SplitFragments<4, kMmaM> of_a[kSteps];
     CUTE_UNROLL
     for (int k = 0; k < kSteps; ++k) of_a[k] = SplitFragments<4, kMmaM>(rA(_, _, first + k));
-    if (first == 0) midway();
+    if (first == 0) meanwhile(0, 1);
     CUTE_UNROLL
     for (int i = 0; i < kSums; ++i) {
       auto sum =  // (4, MMA_M, kColumns)
@@ -109,16 +109,16 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
 
 // The same with A from shared memory too.
 template <class LoadA, class LoadB, int kSteps, int kPairs, class TiledMma, class SmemA,
-          class SmemB, class C, class Midway>
+          class SmemB, class C, class Meanwhile>
 CUTE_DEVICE void staged_smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA, const SmemB& sB,
-                                  C& rC, const Midway& midway) {
+                                  C& rC, const Meanwhile& meanwhile) {
   using namespace cute;
   auto rA = make_tensor<float>(partition_shape_A(mma, shape(sA)));  // (4, MMA_M, K / 8)
   auto load_a = LoadA{}.get_slice(thread);
   auto from_a = load_a.partition_S(sA);  // (ldmatrix, MMA_M, K / 8)
   auto to_a = load_a.retile_D(rA);       // as from_a
   auto copy_a = [&](int k) { copy(LoadA{}, from_a(_, _, k), to_a(_, _, k)); };
-  staged_gemm<LoadB, kSteps, kPairs>(mma, thread, rA, copy_a, sB, rC, midway);
+  staged_gemm<LoadB, kSteps, kPairs>(mma, thread, rA, copy_a, sB, rC, meanwhile);
 }
 
 // ((2 columns, 2 rows), MMA_M, N / 8) -> ((2 rows, 2 columns), MMA_M, N / 8): an accumulator as the

@@ -11,11 +11,14 @@ namespace flash_cute::sm80 {
 // by side. So 32 lanes touch 128 bytes.
 template <class Traits>
 struct AccumulatorSums {
+  // One share of `count`, of as many elements.
   template <class Accumulator>
-  static CUTE_DEVICE void add_to(float* tile, const Accumulator& accumulator) {
+  static CUTE_DEVICE void add_to(float* tile, const Accumulator& accumulator, int share = 0,
+                                 int count = 1) {
+    constexpr int kSize = decltype(cute::size(accumulator))::value;
     float* const mine = tile + platform::thread_index();
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(accumulator); ++i) {
+    for (int i = kSize * share / count; i < kSize * (share + 1) / count; ++i) {
       platform::reduce_add(mine + i * Traits::kThreads, accumulator(i));
     }
   }

@@ -206,22 +206,26 @@ class BwdMainloop {
     if constexpr (kMask == MaskKind::kScored) {
       auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
       change_scores(block, tSrS, derivatives);
-      to_weights(row0, stage, tSrS);
-      store_shared(tSrS, stored(smem_.p));
+      to_exponents(row0, stage, tSrS);
+      exponentiate_to(stored(smem_.p), tSrS)(0, 1);
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
+      gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp);
     } else {
-      to_weights(row0, stage, tSrS);
-      store_shared(tSrS, stored(smem_.p));
+      to_exponents(row0, stage, tSrS);
+      gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp, exponentiate_to(stored(smem_.p), tSrS));
     }
-    gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp);
     to_score_gradients(stage, tSrS, tSrDp);
     store_shared(tSrDp, stored(smem_.ds));
     platform::sync_cta();  // P and dS are there, of all warps; fault: bwd-ds-barrier
 
+    const auto accumulate_dk = [&](const auto& meanwhile) {
+      accumulate(stored_transposed(smem_.ds), transposed<ShapeQ>(smem_.q[stage]), tdKrdK,
+                 meanwhile);
+    };
     accumulate(stored_transposed(smem_.p), transposed<ShapeDout>(smem_.dout[stage]), tdVrdV);
-    accumulate(stored_transposed(smem_.ds), transposed<ShapeQ>(smem_.q[stage]), tdKrdK);
     if constexpr (Traits::kStages == 1) {
+      accumulate_dk(DoNothing{});
       platform::sync_cta();  // all warps are done with Q and dO, which may be overwritten
       load_next(block, 0);
     }
@@ -230,7 +234,15 @@ class BwdMainloop {
     multiply<typename Traits::template LoadA<TiledMmaDq>,
              typename Traits::template LoadTransposedB<TiledMmaDq>>(
         TiledMmaDq{}, tile<ShapeS>(smem_.ds), transposed<ShapeK>(smem_.k), tdQrdQ);
-    add_dq(block, tdQrdQ);
+    if constexpr (Traits::kStages == 1) {
+      add_dq(block, tdQrdQ);
+    } else if (stores_dq() || params_.workspace.tickets) {
+      add_dq(block, tdQrdQ);
+      accumulate_dk(DoNothing{});
+    } else {  // the sums of dQ leave while dK is made
+      float* const sums = sums_of_dq(block);
+      accumulate_dk([&](int share, int count) { Sums::add_to(sums, tdQrdQ, share, count); });
+    }
   }
 
   CUTE_DEVICE void load_next(Block block, unsigned stage) const {
@@ -239,13 +251,17 @@ class BwdMainloop {
     platform::commit_copies();
   }
 
-  // C += A B^T. In fp32 each k8 step from zero, as errors of dP - delta do not average out, and in
-  // a loop over two of them: in one piece, ptxas has too much on its way.
-  template <class LoadA, class LoadB, class TiledMma, class A, class B, class C>
-  CUTE_DEVICE void multiply(TiledMma mma, const A& sA, const B& sB, C& rC) const {
+  // C += A B^T, and other work `meanwhile` (sm80/gemm.h). In fp32 each k8 step from zero, as errors
+  // of dP - delta do not average out, and in a loop over two of them: in one piece, ptxas has too
+  // much on its way.
+  template <class LoadA, class LoadB, class TiledMma, class A, class B, class C,
+            class Meanwhile = DoNothing>
+  CUTE_DEVICE void multiply(TiledMma mma, const A& sA, const B& sB, C& rC,
+                            const Meanwhile& meanwhile = {}) const {
     const unsigned thread = platform::rematerialize(thread_);
     if constexpr (Traits::kIsFp32) {
       using namespace cute;
+      meanwhile(0, 1);
       CUTE_NO_UNROLL
       for (int i = 0; i < size<1>(sA) / 16; ++i) {
         staged_smem_gemm<LoadA, LoadB, 1, 1>(
@@ -254,23 +270,26 @@ class BwdMainloop {
             local_tile(sB, make_shape(size<0>(sB), _16{}), make_coord(_0{}, i)), rC, DoNothing{});
       }
     } else {
-      smem_gemm<LoadA, LoadB>(mma, thread, sA, sB, rC);
+      smem_gemm<LoadA, LoadB>(mma, thread, sA, sB, rC, meanwhile);
     }
   }
 
   // C = A B^T
-  template <class TiledMma, class A, class B, class C>
-  CUTE_DEVICE void gemm_of_rows(const A& sA, const B& sB, C& rC) const {
+  template <class TiledMma, class A, class B, class C, class Meanwhile = DoNothing>
+  CUTE_DEVICE void gemm_of_rows(const A& sA, const B& sB, C& rC,
+                                const Meanwhile& meanwhile = {}) const {
     clear(rC);
     multiply<typename Traits::template LoadA<TiledMma>, typename Traits::template LoadB<TiledMma>>(
-        TiledMma{}, sA, sB, rC);
+        TiledMma{}, sA, sB, rC, meanwhile);
   }
 
   // dK or dV += A B^T, where both lie transposed in shared memory.
-  template <class A, class B, class C>
-  CUTE_DEVICE void accumulate(const A& sA, const B& sB, C& rC) const {
+  template <class A, class B, class C, class Meanwhile = DoNothing>
+  CUTE_DEVICE void accumulate(const A& sA, const B& sB, C& rC,
+                              const Meanwhile& meanwhile = {}) const {
     multiply<typename Traits::template LoadTransposedA<TiledMmaDkv>,
-             typename Traits::template LoadTransposedB<TiledMmaDkv>>(TiledMmaDkv{}, sA, sB, rC);
+             typename Traits::template LoadTransposedB<TiledMmaDkv>>(TiledMmaDkv{}, sA, sB, rC,
+                                                                     meanwhile);
   }
 
   // (rows, columns) -> (row, key), in the tile
@@ -298,10 +317,10 @@ class BwdMainloop {
     }
   }
 
-  // P from S. The mask goes onto the exponent: the weight of a key that its row does not see may be
-  // inf.
+  // The exponents of P from S. The mask goes onto them: the weight of a key that its row does not
+  // see may be inf.
   template <class S>
-  CUTE_DEVICE void to_weights(int row0, unsigned stage, S& tSrS) const {
+  CUTE_DEVICE void to_exponents(int row0, unsigned stage, S& tSrS) const {
     using namespace cute;
     auto weights = as_matrix(tSrS);  // (rows, columns)
     const auto at = coords(platform::rematerialize(thread_));
@@ -321,8 +340,27 @@ class BwdMainloop {
       mask.apply(weights, coords(platform::rematerialize(thread_)), coords(0u), row0, kBlockM, key0,
                  kBlockN);
     }
-    CUTE_UNROLL
-    for (int i = 0; i < size(tSrS); ++i) tSrS(i) = platform::exp2(tSrS(i));
+  }
+
+  // Other work among products: P from its exponents, in their place and to the tile `to`, (M, N).
+  template <class Target, class S>
+  CUTE_DEVICE auto exponentiate_to(Target&& to, S& tSrS) const {
+    using namespace cute;
+    using Store = typename Traits::StoreS;
+    const auto store = Store{}.get_slice(platform::rematerialize(thread_));
+    auto tPrS = store.retile_S(tSrS);   // (8, MMA_M, N / 16)
+    auto tPsP = store.partition_D(to);  // as tPrS
+    return [tPrS, tPsP](int share, int count) {
+      constexpr int kRows = decltype(size<1>(tPrS))::value;
+      constexpr int kParts = kRows * decltype(size<2>(tPrS))::value;
+      CUTE_UNROLL
+      for (int i = kParts * share / count; i < kParts * (share + 1) / count; ++i) {
+        auto part = tPrS(_, i % kRows, i / kRows);
+        CUTE_UNROLL
+        for (int j = 0; j < size(part); ++j) part(j) = platform::exp2(part(j));
+        copy(Store{}, convert_pairs<Element>(part), tPsP(_, i % kRows, i / kRows));
+      }
+    };
   }
 
   // dS from dP, in its place.
@@ -351,6 +389,10 @@ class BwdMainloop {
     copy(Store{}, store.retile_S(elements), store.partition_D(to));
   }
 
+  CUTE_DEVICE float* sums_of_dq(Block block) const {
+    return params_.workspace.dq + index_of(block) * cute::size(ShapeQ{});
+  }
+
   // Adds this tile's part of dQ to the sums of the block. Where they are in order, after the parts
   // of all earlier keys that the block sees.
   template <class Dq>
@@ -364,7 +406,7 @@ class BwdMainloop {
       return;
     }
     const BwdWorkspace& workspace = params_.workspace;
-    float* const sums = workspace.dq + index_of(block) * cute::size(ShapeQ{});
+    float* const sums = sums_of_dq(block);
     if (!workspace.tickets) return Sums::add_to(sums, tdQrdQ);
     int* const added = workspace.added + index_of(block);
     if (thread_ == 0) {

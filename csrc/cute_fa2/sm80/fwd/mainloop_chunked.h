@@ -115,7 +115,8 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
           make_smem_ptr(smem_.q + i * (kBlockM * Traits::kColumnsK)),
           typename Traits::SmemLayoutQChunk{});
       const unsigned thread_here = platform::rematerialize(thread_, i);
-      smem_gemm<LoadQ, LoadK>(TiledMma{}, thread_here, tQ, sK(chunk()), tSrS, [&] { midway(); });
+      smem_gemm<LoadQ, LoadK>(TiledMma{}, thread_here, tQ, sK(chunk()), tSrS,
+                              at_half([this] { midway(); }));
       next_chunk();
     }
 
@@ -157,7 +158,7 @@ class FwdMainloopChunked : FwdMainloopBase<Traits, kMask, KVSource> {
       auto tOrO_group = select_columns<kGroup * kColumns, kColumns>(tOrO);
       const unsigned thread_here = platform::rematerialize(thread_, keys);
       smem_gemm<LoadP, LoadVt>(TiledMma{}, thread_here, sP, sVt(chunk()), tOrO_group,
-                               [&] { midway(); });
+                               at_half([this] { midway(); }));
       next_chunk();
       gemm_pv<kGroup + 1>(sP, keys, tOrO);
     }

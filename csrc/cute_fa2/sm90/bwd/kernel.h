@@ -66,14 +66,15 @@ struct BwdKernel {
         const Sequence& sequence = key_tile.template sequence_of<kMask>(params);
         Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
+        mainloop.make_dq_of_sums();  // the adder reads this tile's last part meanwhile
         using Element = typename Traits::Element;
+        Element* const staged = mainloop.staging();
         store_keys<Element, typename Traits::MmaDk, typename Traits::ShapeDk, Traits::kConsumers>(
             arguments, tile, sequence, consumer,
-            {params.dk, params.workspace.dk, params.head_dim, params.scale.scale}, tdKrdK);
+            {params.dk, params.workspace.dk, params.head_dim, params.scale.scale}, tdKrdK, staged);
         store_keys<Element, typename Traits::MmaDv, typename Traits::ShapeDv, Traits::kConsumers>(
             arguments, tile, sequence, consumer,
-            {params.dv, params.workspace.dv, params.head_dim_v, 1.f}, tdVrdV);
-        mainloop.make_dq_of_sums();
+            {params.dv, params.workspace.dv, params.head_dim_v, 1.f}, tdVrdV, staged);
         mainloop.end_tile();
       });
       const TileCoord none{};

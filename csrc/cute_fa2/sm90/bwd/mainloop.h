@@ -74,6 +74,14 @@ class BwdMainloop {
     hopper::arrive_of_warp(smem_.kv_empty);
   }
 
+  // Shared memory of this warp behind the last block: where its parts of dQ go.
+  CUTE_DEVICE Element* staging() {
+    smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);  // the last part has been read
+    constexpr int kSize = decltype(cute::size(typename Traits::ShapeQ{}))::value;
+    return reinterpret_cast<Element*>(smem_.dq[consumer_] +
+                                      hopper::warp_in_warpgroup() * (kSize / 4));
+  }
+
   // Behind make_dq_of_sums: from now on this tile is the one before.
   CUTE_DEVICE void end_tile() { state_.has_list = has_parts_; }
 

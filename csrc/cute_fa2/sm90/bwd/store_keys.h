@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
+#include "common/fragment.h"
 #include "common/gradient.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
@@ -19,11 +21,58 @@ struct KeysGradient {
   float factor;
 };
 
+// A warp's 16 rows, from row `row0` of the place on: factor x accumulator. They go through the
+// warp's own shared memory, so that neighbouring lanes store neighbouring chunks of 16 bytes.
+template <int kColumns, class Element, class Accumulator>
+CUTE_DEVICE void store_staged(const GradientPlace& place, int row0, float factor,
+                              const Accumulator& accumulator, Element* staged) {
+  using namespace cute;
+  constexpr int kRows = 16, kChunk = 8;
+  constexpr int kPitch = kColumns + kChunk;  // so 8 rows of a chunk lie in all banks
+  static_assert(kPitch * sizeof(Element) <= kColumns * sizeof(float));  // of a row's sums of dQ
+  const int lane = hopper::thread_in_warpgroup() % 32;
+  Element* const to = staged + lane % kRows * kPitch + lane / kRows * kChunk;
+  CUTE_UNROLL
+  for (int column = 0; column < kColumns; column += 16) {
+    auto eight = make_tensor<float>(_8{});  // ((2 columns, 2 rows), 2 x 8 columns)
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) eight(i) = factor * accumulator(column / 2 + i);
+    auto words = make_tensor<uint32_t>(_4{});
+    convert_to_words<Element>(eight, words);
+    const uint32_t block[4] = {words(0), words(1), words(2), words(3)};
+    hopper::stmatrix(to + column, block);
+  }
+  hopper::sync_warp();  // all rows are there
+
+  constexpr int kChunks = kColumns / kChunk;
+  constexpr int kOfLane = kRows * kChunks / 32;
+  uint128_t chunks[kOfLane];
+  CUTE_UNROLL
+  for (int i = 0; i < kOfLane; ++i) {
+    const int index = i * 32 + lane;
+    chunks[i] = *reinterpret_cast<const uint128_t*>(staged + index / kChunks * kPitch +
+                                                    index % kChunks * kChunk);
+  }
+  const TensorView<void*>& view = place.view;
+  Element* const first = static_cast<Element*>(view.data) + place.batch * view.stride_batch +
+                         place.head * view.stride_head + place.first * view.stride_row;
+  CUTE_UNROLL
+  for (int i = 0; i < kOfLane; ++i) {
+    const int index = i * 32 + lane, row = row0 + index / kChunks,
+              column = index % kChunks * kChunk;
+    if (row >= place.rows || column >= place.columns) continue;
+    *reinterpret_cast<uint128_t*>(first + row * view.stride_row + column) = chunks[i];
+  }
+  hopper::sync_warp();  // all rows have been read
+}
+
 // Of the keys of warpgroup `part` of `kParts` of the tile, which has `Shape` of them each.
-template <class Element, class Mma, class Shape, int kParts, class Accumulator>
+// `staged`: shared memory of this warp, if there is some.
+template <class Element, class Mma, class Shape, int kParts, class Accumulator,
+          class Staged = std::nullptr_t>
 CUTE_DEVICE void store_keys(const BwdArguments& arguments, const TileCoord& tile,
                             const Sequence& sequence, int part, const KeysGradient& gradient,
-                            Accumulator& accumulator) {
+                            Accumulator& accumulator, Staged staged = nullptr) {
   const BwdParams& params = arguments.params;
   if (params.head_splits > 1) {
     const int64_t tiles = int64_t{tile.split} * params.batch + tile.batch;
@@ -34,8 +83,14 @@ CUTE_DEVICE void store_keys(const BwdArguments& arguments, const TileCoord& tile
   constexpr int kKeys = decltype(cute::size<0>(Shape{}))::value;
   const GradientPlace place = {gradient.view,    tile.batch,     tile.head,
                                sequence.first_k, sequence.len_k, gradient.columns};
-  store_gradient<Element, Mma, Shape>(place, (tile.m_block * kParts + part) * kKeys,
-                                      gradient.factor, accumulator, hopper::thread_in_warpgroup());
+  const int row0 = (tile.m_block * kParts + part) * kKeys;
+  if constexpr (std::is_same_v<Staged, std::nullptr_t>) {
+    store_gradient<Element, Mma, Shape>(place, row0, gradient.factor, accumulator,
+                                        hopper::thread_in_warpgroup());
+  } else {
+    store_staged<decltype(cute::size<1>(Shape{}))::value>(
+        place, row0 + hopper::warp_in_warpgroup() * 16, gradient.factor, accumulator, staged);
+  }
 }
 
 }  // namespace flash_cute::sm90

@@ -303,7 +303,7 @@ class LargeBwdMainloop {
   CUTE_DEVICE void multiply_chunk(TiledMma mma, int index, const A& sA, const B& sB, C& rC) {
     using LoadA = typename Traits::template LoadA<TiledMma>;
     const unsigned thread = platform::rematerialize(thread_, index);
-    const auto midway = [&] { this->midway(); };
+    const auto midway = at_half([this] { this->midway(); });
     if constexpr (Traits::kIsFp32) {
       // Each k8 step from zero, as errors of dP - delta do not average out.
       staged_smem_gemm<LoadA, LoadB, 1, 1>(mma, thread, sA, sB, rC, midway);
