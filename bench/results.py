@@ -79,12 +79,12 @@ SECTIONS = (
     Section(
         "Backward",
         "bf16. Of the first 14 points the means come apart.",
-        ("bwd", "bwd_h100"),
+        ("bwd_h100", "bwd_h200"),
     ),
     Section(
         "Backward of the sm80 kernels",
-        "The same points by sm80's kernels: on Hopper before it had its own, then beside these.",
-        ("bwd_sm80_h100", "bwd_h200"),
+        "The same points by sm80's kernels alone, on Hopper before it had its own.",
+        ("bwd_sm80_h100",),
     ),
     Section(
         "Forward and backward", "At the same points.", ("fwdbwd", "fwdbwd_h100", "fwdbwd_h200")
@@ -93,21 +93,21 @@ SECTIONS = (
         "Packed documents",
         "Causal. Equal lengths, beside the dense call of the same; and lengths as corpora have "
         "them (log-normal). FA2 is `torch.nn.attention.varlen`.",
-        ("varlen_h100", "varlen_0f530c0_h100", "varlen_01ad88e_h100"),
+        ("varlen_h200", "varlen_h100", "varlen_0f530c0_h100", "varlen_01ad88e_h100"),
     ),
     Section(
         "Windows",
         "Causal, beside the whole mask. FA2 is `torch.nn.attention.varlen`. `/ ideal` is our time "
         "as a multiple of the ideal: the whole mask's time by the share of its blocks that the "
         "window touches; or a copy of as many bytes as the tensors have, if that takes longer.",
-        ("window_h100",),
+        ("window_h200", "window_h100"),
         tables.windows,
     ),
     Section(
         "Chunks",
         "Some queries against a longer context. Causal masks are aligned to the bottom right; "
         "there FA2 is `aten::_flash_attention_forward`, as SDPA aligns to the top left.",
-        ("chunks_h100", "chunks_01ad88e_h100"),
+        ("chunks_h200", "chunks_h100", "chunks_01ad88e_h100"),
     ),
     Section(
         "Splits of the keys of chunks",
@@ -228,8 +228,9 @@ SUMMARY: tuple[tuple[str, str, tuple[str, ...], tuple[str | None, str | None]], 
     ("{} points, the sm80 kernels", "sm80", ("fa2",), ("train_h100", "train")),
     ("one prompt, {} points", "flash_cute", ("fa2", "cudnn"), ("prefill", None)),
     ("decoding, {} points", "flash_cute", ("fa2", "cudnn"), ("decode", None)),
-    ("backward, {} points", "flash_cute", ("fa2", "cudnn"), ("bwd_h100", "bwd")),
-    ("packed documents, {} points", "flash_cute", ("fa2",), ("varlen_h100", None)),
+    ("backward, {} points", "flash_cute", ("fa2", "cudnn"), ("bwd_h100", "bwd_h200")),
+    ("backward, {} points, the sm80 kernels", "sm80", ("fa2",), ("bwd_h100", "bwd_h200")),
+    ("packed documents, {} points", "flash_cute", ("fa2",), ("varlen_h100", "varlen_h200")),
     ("D 320 to 1024 in fp16, {} points", "flash_cute", ("efficient",), ("large_d_h100", None)),
     ("fp32, {} points", "flash_cute", ("efficient",), ("fp32_h100", None)),
 )

@@ -71,7 +71,11 @@ struct PreprocessKernel {
         return static_cast<const T*>(view.data) + batch * view.stride_batch +
                head * view.stride_head + (sequence.first_q + row) * view.stride_row;
       };
-      float sum = 0.f;
+      float sum = 0.f, lse = 0.f, dlse = 0.f;
+      if (exists && thread % kLanes == 0) {  // they arrive during the product
+        lse = *row_of(params.lse);
+        if (params.dlse.data) dlse = *row_of(params.dlse);  // fault: bwd-dlse
+      }
       if (exists) sum = dot(row_of(params.dout), row_of(params.out), params.head_dim_v, thread);
       CUTE_UNROLL
       for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += platform::shuffle_xor(sum, lanes);
@@ -79,8 +83,6 @@ struct PreprocessKernel {
       RowGradStats stats = {INFINITY, 0.f};
       if (exists) {
         constexpr float kLog2e = 1.44269504088896341f;
-        const float lse = *row_of(params.lse);
-        const float dlse = params.dlse.data ? *row_of(params.dlse) : 0.f;  // fault: bwd-dlse
         // Selected, not multiplied: dlse of a row without a key may be NaN.
         if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};  // fault: bwd-keyless-row
       }

@@ -60,7 +60,7 @@ CUTE_DEVICE auto convert(const cute::Tensor<Engine, Layout>& source) {
   return result;
 }
 
-// The same of elements that lie side by side only two by two.
+// The same, where only pairs of elements lie side by side.
 template <class To, class Engine, class Layout>
 CUTE_DEVICE auto convert_pairs(const cute::Tensor<Engine, Layout>& source) {
   using From = typename Engine::value_type;

@@ -31,12 +31,13 @@ CUTE_DEVICE void gemm_pair(TiledMma mma, const A& rA, const B& rB, int pair, C& 
   }
 }
 
-// Other work among the products. It is called `count` times, and does a share of it each time.
+// Work to interleave with the products: a gemm calls it `count` times, and each call does one
+// share.
 struct DoNothing {
   CUTE_DEVICE void operator()(int share, int count) const {}
 };
 
-// Work that is not shared out: half of the products are before it.
+// All of the work in one call, when half of the products are issued.
 template <class Work>
 CUTE_DEVICE auto at_half(const Work& work) {
   return [work](int share, int count) {

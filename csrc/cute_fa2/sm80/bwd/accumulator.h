@@ -11,7 +11,7 @@ namespace flash_cute::sm80 {
 // by side. So 32 lanes touch 128 bytes.
 template <class Traits>
 struct AccumulatorSums {
-  // One share of `count`, of as many elements.
+  // Adds share `share` of `count` equal ones.
   template <class Accumulator>
   static CUTE_DEVICE void add_to(float* tile, const Accumulator& accumulator, int share = 0,
                                  int count = 1) {

@@ -203,17 +203,18 @@ class BwdMainloop {
     auto tSrDp = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, N / 8)
     gemm_of_rows<TiledMmaS>(sQ(stage), sK(), tSrS);
     const int row0 = block.m_block * kBlockM;
+    const auto exponentiate = exponentiate_to(stored(smem_.p), tSrS);
     if constexpr (kMask == MaskKind::kScored) {
       auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
       change_scores(block, tSrS, derivatives);
       to_exponents(row0, stage, tSrS);
-      exponentiate_to(stored(smem_.p), tSrS)(0, 1);
+      exponentiate(0, 1);  // all at once
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
       gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp);
     } else {
       to_exponents(row0, stage, tSrS);
-      gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp, exponentiate_to(stored(smem_.p), tSrS));
+      gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp, exponentiate);
     }
     to_score_gradients(stage, tSrS, tSrDp);
     store_shared(tSrDp, stored(smem_.ds));
@@ -236,7 +237,7 @@ class BwdMainloop {
         TiledMmaDq{}, tile<ShapeS>(smem_.ds), transposed<ShapeK>(smem_.k), tdQrdQ);
     if constexpr (Traits::kStages == 1) {
       add_dq(block, tdQrdQ);
-    } else if (stores_dq() || params_.workspace.tickets) {
+    } else if (!adds_in_any_order()) {
       add_dq(block, tdQrdQ);
       accumulate_dk(DoNothing{});
     } else {  // the sums of dQ leave while dK is made
@@ -342,7 +343,7 @@ class BwdMainloop {
     }
   }
 
-  // Other work among products: P from its exponents, in their place and to the tile `to`, (M, N).
+  // Interleaved work: P from its exponents, in their place and to the tile `to`, (M, N).
   template <class Target, class S>
   CUTE_DEVICE auto exponentiate_to(Target&& to, S& tSrS) const {
     using namespace cute;
@@ -385,10 +386,12 @@ class BwdMainloop {
     using Store = typename Traits::StoreS;
     auto elements = convert<Element>(tSrS);  // (4, MMA_M, N / 8)
     auto store = Store{}.get_slice(platform::rematerialize(thread_));
-    // Both (2, 2 MMA_M, N / 8).
+    // Both (8, MMA_M, N / 16).
     copy(Store{}, store.retile_S(elements), store.partition_D(to));
   }
 
+  // Then sums of dQ may leave one by one: turns need barriers around all of them.
+  CUTE_DEVICE bool adds_in_any_order() const { return !stores_dq() && !params_.workspace.tickets; }
   CUTE_DEVICE float* sums_of_dq(Block block) const {
     return params_.workspace.dq + index_of(block) * cute::size(ShapeQ{});
   }

@@ -68,13 +68,14 @@ struct BwdKernel {
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
         mainloop.make_dq_of_sums();  // the adder reads this tile's last part meanwhile
         using Element = typename Traits::Element;
-        Element* const staged = mainloop.staging();
-        store_keys<Element, typename Traits::MmaDk, typename Traits::ShapeDk, Traits::kConsumers>(
-            arguments, tile, sequence, consumer,
-            {params.dk, params.workspace.dk, params.head_dim, params.scale.scale}, tdKrdK, staged);
-        store_keys<Element, typename Traits::MmaDv, typename Traits::ShapeDv, Traits::kConsumers>(
-            arguments, tile, sequence, consumer,
-            {params.dv, params.workspace.dv, params.head_dim_v, 1.f}, tdVrdV, staged);
+        Element* const staged = mainloop.wait_for_staging();
+        store_keys<Element, typename Traits::MmaDk, typename Traits::ShapeDk, Traits::kConsumers,
+                   true>(arguments, tile, sequence, consumer,
+                         {params.dk, params.workspace.dk, params.head_dim, params.scale.scale},
+                         tdKrdK, staged);
+        store_keys<Element, typename Traits::MmaDv, typename Traits::ShapeDv, Traits::kConsumers,
+                   true>(arguments, tile, sequence, consumer,
+                         {params.dv, params.workspace.dv, params.head_dim_v, 1.f}, tdVrdV, staged);
         mainloop.end_tile();
       });
       const TileCoord none{};

@@ -19,6 +19,7 @@
 #include "sm90/bwd/pipeline.h"
 #include "sm90/bwd/products.h"
 #include "sm90/bwd/query_walk.h"
+#include "sm90/bwd/store_keys.h"
 #include "sm90/bwd/sums.h"
 #include "sm90/bwd/transposed_scores.h"
 #include "sm90/hopper.h"
@@ -74,12 +75,14 @@ class BwdMainloop {
     hopper::arrive_of_warp(smem_.kv_empty);
   }
 
-  // Shared memory of this warp behind the last block: where its parts of dQ go.
-  CUTE_DEVICE Element* staging() {
-    smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);  // the last part has been read
+  // Behind the last block: this warp's share of where parts of dQ are staged, once the last one has
+  // been read.
+  CUTE_DEVICE Element* wait_for_staging() {
+    smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);
     constexpr int kSize = decltype(cute::size(typename Traits::ShapeQ{}))::value;
-    return reinterpret_cast<Element*>(smem_.dq[consumer_] +
-                                      hopper::warp_in_warpgroup() * (kSize / 4));
+    constexpr int kColumns = cute::max(Traits::kHeadDim, Traits::kHeadDimV);
+    static_assert(staged_size(kColumns) * sizeof(Element) <= kSize / 4 * sizeof(float));
+    return reinterpret_cast<Element*>(WarpgroupSums::of_warp<kSize>(smem_.dq[consumer_]));
   }
 
   // Behind make_dq_of_sums: from now on this tile is the one before.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cute/tensor.hpp>
-#include <type_traits>
 
 #include "common/fragment.h"
 #include "common/gradient.h"
@@ -21,15 +20,18 @@ struct KeysGradient {
   float factor;
 };
 
-// A warp's 16 rows, from row `row0` of the place on: factor x accumulator. They go through the
-// warp's own shared memory, so that neighbouring lanes store neighbouring chunks of 16 bytes.
+// How a warp stages its 16 rows: with a chunk of 16 bytes more in each, a chunk of 8 rows lies in
+// all banks.
+constexpr int kStagedRows = 16, kStagedChunk = 8;
+constexpr int staged_size(int columns) { return kStagedRows * (columns + kStagedChunk); }
+
+// The warp's rows, from row `row0` of the place on: factor x accumulator. They go through `staged`,
+// which is the warp's own, so that neighbouring lanes store neighbouring chunks.
 template <int kColumns, class Element, class Accumulator>
 CUTE_DEVICE void store_staged(const GradientPlace& place, int row0, float factor,
                               const Accumulator& accumulator, Element* staged) {
   using namespace cute;
-  constexpr int kRows = 16, kChunk = 8;
-  constexpr int kPitch = kColumns + kChunk;  // so 8 rows of a chunk lie in all banks
-  static_assert(kPitch * sizeof(Element) <= kColumns * sizeof(float));  // of a row's sums of dQ
+  constexpr int kRows = kStagedRows, kChunk = kStagedChunk, kPitch = kColumns + kChunk;
   const int lane = hopper::thread_in_warpgroup() % 32;
   Element* const to = staged + lane % kRows * kPitch + lane / kRows * kChunk;
   CUTE_UNROLL
@@ -66,13 +68,13 @@ CUTE_DEVICE void store_staged(const GradientPlace& place, int row0, float factor
   hopper::sync_warp();  // all rows have been read
 }
 
-// Of the keys of warpgroup `part` of `kParts` of the tile, which has `Shape` of them each.
-// `staged`: shared memory of this warp, if there is some.
-template <class Element, class Mma, class Shape, int kParts, class Accumulator,
-          class Staged = std::nullptr_t>
+// Of the keys of warpgroup `part` of `kParts` of the tile, which has `Shape` of them each. With
+// kIsStaged through `staged`, shared memory of this warp.
+template <class Element, class Mma, class Shape, int kParts, bool kIsStaged = false,
+          class Accumulator>
 CUTE_DEVICE void store_keys(const BwdArguments& arguments, const TileCoord& tile,
                             const Sequence& sequence, int part, const KeysGradient& gradient,
-                            Accumulator& accumulator, Staged staged = nullptr) {
+                            Accumulator& accumulator, Element* staged = nullptr) {
   const BwdParams& params = arguments.params;
   if (params.head_splits > 1) {
     const int64_t tiles = int64_t{tile.split} * params.batch + tile.batch;
@@ -84,12 +86,13 @@ CUTE_DEVICE void store_keys(const BwdArguments& arguments, const TileCoord& tile
   const GradientPlace place = {gradient.view,    tile.batch,     tile.head,
                                sequence.first_k, sequence.len_k, gradient.columns};
   const int row0 = (tile.m_block * kParts + part) * kKeys;
-  if constexpr (std::is_same_v<Staged, std::nullptr_t>) {
+  if constexpr (kIsStaged) {
+    store_staged<decltype(cute::size<1>(Shape{}))::value>(
+        place, row0 + hopper::warp_in_warpgroup() * kStagedRows, gradient.factor, accumulator,
+        staged);
+  } else {
     store_gradient<Element, Mma, Shape>(place, row0, gradient.factor, accumulator,
                                         hopper::thread_in_warpgroup());
-  } else {
-    store_staged<decltype(cute::size<1>(Shape{}))::value>(
-        place, row0 + hopper::warp_in_warpgroup() * 16, gradient.factor, accumulator, staged);
   }
 }
 

@@ -45,6 +45,11 @@ class WarpgroupSums {
                  cute::make_tensor(accumulator.data() + i, cute::Shape<cute::_4>{}));
     });
   }
+  // The sums of this warp, of kSize of a warpgroup.
+  template <int kSize>
+  static CUTE_DEVICE float* of_warp(float* part) {
+    return part + hopper::warp_in_warpgroup() * (kSize / 4);
+  }
   // accumulator += what is in memory
   template <class Accumulator>
   static CUTE_DEVICE void add_from(const float* part, Accumulator& accumulator) {
