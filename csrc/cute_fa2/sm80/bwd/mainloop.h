@@ -203,18 +203,17 @@ class BwdMainloop {
     auto tSrDp = partition_fragment_C(TiledMmaS{}, ShapeS{});  // (4, MMA_M, N / 8)
     gemm_of_rows<TiledMmaS>(sQ(stage), sK(), tSrS);
     const int row0 = block.m_block * kBlockM;
-    const auto exponentiate = exponentiate_to(stored(smem_.p), tSrS);
     if constexpr (kMask == MaskKind::kScored) {
       auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
       change_scores(block, tSrS, derivatives);
       to_exponents(row0, stage, tSrS);
-      exponentiate(0, 1);  // all at once
+      exponentiate_to(stored(smem_.p), tSrS)(0, 1);  // all at once
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
       gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp);
     } else {
       to_exponents(row0, stage, tSrS);
-      gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp, exponentiate);
+      gemm_of_rows<TiledMmaS>(sDout(stage), sV(), tSrDp, exponentiate_to(stored(smem_.p), tSrS));
     }
     to_score_gradients(stage, tSrS, tSrDp);
     store_shared(tSrDp, stored(smem_.ds));
