@@ -291,7 +291,8 @@ def means(rows: Sequence[Row]) -> list[str]:
                     mean = sentence.format(geometric_mean(known.values()))
                     lines.append(
                         f"{ours} {mean} {label(peer)} in the geometric mean of {len(known)} "
-                        f"points, {known[low]:.2f}x ({low}) to {known[high]:.2f}x ({high})."
+                        f"points. Lowest {known[low]:.2f}x ({low}), "
+                        f"highest {known[high]:.2f}x ({high})."
                     )
     return lines
 

@@ -59,7 +59,7 @@ def test_the_backward_begins_with_what_is_known_of_peers() -> None:
     for row in rows[:28]:  # 14 points, one of them of no gain
         row["ms"] = 1.0 if row["name"] == rows[0]["name"] else row["ms"] * 2
     every, first = tables.means(rows)
-    assert "mean of 28 points, 1.00x" in every and "mean of 14 points, 1.00x" in first
+    assert "mean of 28 points. Lowest 1.00x" in every and "14 points. Lowest 1.00x" in first
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -445,7 +445,7 @@ def test_means_have_the_extremes() -> None:
     rows[0] |= {"ms": 3.0}
     text = "\n".join(tables.means(rows))
     assert "flash_cute is 1.45x as fast as SDPA flash (FA2)" in text
-    assert "0.50x (bf16 B32 N512 H32 D64 full) to 1.50x" in text
+    assert "0.50x (bf16 B32 N512 H32 D64 full), highest 1.50x" in text
 
 
 def test_documents_come_from_the_files(tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ class BwdMainloop {
     copy(Store{}, store.retile_S(elements), store.partition_D(to));
   }
 
-  // Then sums of dQ may leave one by one: turns need barriers around all of them.
+  // Whether sums of dQ may leave one by one. Turns need barriers around all of them.
   CUTE_DEVICE bool adds_in_any_order() const { return !stores_dq() && !params_.workspace.tickets; }
   CUTE_DEVICE float* sums_of_dq(Block block) const {
     return params_.workspace.dq + index_of(block) * cute::size(ShapeQ{});
