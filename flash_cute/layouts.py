@@ -73,6 +73,8 @@ def options_of(
 ) -> dict[str, Any]:
     """The keywords of `forward` and `forward_varlen`. A plain call gets plain ones: that is its
     fastest way."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal is {checks.shown(causal)}: it must be True or False")
     options: dict[str, Any] = {"is_causal": causal, "softmax_scale": softmax_scale}
     window: Any = window_size
     if isinstance(window, (tuple, list)) or (isinstance(window, Tensor) and window.dim() == 1):

@@ -1,4 +1,4 @@
-"""The merge of attention over parts of the keys."""
+"""The merge of attention over splits of the keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flash_cute import checks
 def merge(
     outs: Sequence[Tensor], lses: Sequence[Tensor], *, learnable_sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The attention over all keys, exactly, of results over disjoint parts of them: what `forward`
-    or `forward_varlen` returned for the same q and each part of k and v.
+    """The attention over all keys, exactly, of results over disjoint splits of them: what `forward`
+    or `forward_varlen` returned for the same q and each split of k and v.
 
     Args:
-        outs: of each part, (B, H, N, Dv) or packed (T, H, Dv), of one shape and dtype.
-        lses: of each part, (B, H, N) or packed (H, T), fp32 (or fp64), natural logarithms. A row
-            of -inf saw no key of its part, and its `out` does not matter.
+        outs: of each split, (B, H, N, Dv) or packed (T, H, Dv), of one shape and dtype.
+        lses: of each split, (B, H, N) or packed (H, T), fp32 (or fp64), natural logarithms. A row
+            of -inf saw no key of its split, and its `out` does not matter.
         learnable_sink: (H,), as `forward` takes it. Give it here alone, as it counts once.
 
     Returns:
-        out: of the parts' shape and dtype.
+        out: of the splits' shape and dtype.
         softmax_lse: of the LSEs' shape and dtype, the sink included.
 
         A row that saw no key at all has out = 0, and softmax_lse = -inf or the sink.
@@ -35,7 +35,7 @@ def merge(
 
     Raises:
         TypeError: outs or lses are no sequences of dense tensors, or dtypes do not go together.
-        ValueError: there is no part, or not as many of both, or shapes or devices do not go
+        ValueError: there is no split, or not as many of both, or shapes or devices do not go
             together.
     """
     error = _refusal(outs, lses, learnable_sink)
@@ -43,10 +43,10 @@ def merge(
         raise error
     is_packed = outs[0].dim() == 3
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (*outs, *lses)), torch.float32)
-    parts = [lse.to(dtype) for lse in lses]
-    columns = parts
-    if learnable_sink is not None:  # a part that has no out
-        columns = [*parts, learnable_sink.to(dtype)[:, None].expand_as(parts[0])]
+    splits = [lse.to(dtype) for lse in lses]
+    columns = splits
+    if learnable_sink is not None:  # a split that has no out
+        columns = [*splits, learnable_sink.to(dtype)[:, None].expand_as(splits[0])]
 
     # Relative to the greatest, no sum overflows. It changes no result, so it has no gradient.
     # Where all are -inf, 0 in its place keeps -inf - -inf (NaN) out.
@@ -59,7 +59,7 @@ def merge(
     lse = (greatest + total.log()).masked_fill(is_empty, -math.inf)
 
     out = torch.zeros_like(outs[0], dtype=dtype)
-    for some_out, some_lse, weight in zip(outs, parts, weights, strict=False):
+    for some_out, some_lse, weight in zip(outs, splits, weights, strict=False):
         share = (weight / total).mT if is_packed else weight / total
         no_key = (some_lse == -math.inf).mT if is_packed else some_lse == -math.inf
         out = out + share[..., None] * some_out.to(dtype).masked_fill(no_key[..., None], 0.0)
@@ -70,10 +70,10 @@ def _refusal(
     outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | None
 ) -> Exception | None:
     given: dict[str, Tensor] = {}
-    for name, parts in (("outs", outs), ("lses", lses)):
-        if not isinstance(parts, (list, tuple)) or not all(isinstance(x, Tensor) for x in parts):
+    for name, splits in (("outs", outs), ("lses", lses)):
+        if not isinstance(splits, (list, tuple)) or not all(isinstance(x, Tensor) for x in splits):
             return TypeError(f"{name} must be a list or tuple of tensors")
-        given.update((f"{name}[{i}]", x) for i, x in enumerate(parts))
+        given.update((f"{name}[{i}]", x) for i, x in enumerate(splits))
     if len(outs) != len(lses) or not outs:
         return ValueError(
             f"outs has {len(outs)} tensors and lses {len(lses)}: it must be as many, and one at "

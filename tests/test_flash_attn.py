@@ -225,6 +225,8 @@ def test_cache(module: Any, device: str) -> None:
         ({}, "cache_seqlens is None"),
         ({"cache_seqlens": lengths.float()}, "cache_seqlens is float32: .* int32"),
         ({"cache_seqlens": 12}, "cache_seqlens is 12: it must be 0 to 11"),
+        ({"cache_seqlens": 15, "k": None, "v": None}, "cache_seqlens is 15: it must be 0 to 14"),
+        ({"cache_seqlens": torch.tensor([3, 12])}, r"cache_seqlens\[1\] is 12: it must be 0 to 11"),
         ({"cache_seqlens": 9, "q": q[:, :, :3]}, "q has 3 heads and k and v have 2"),
         ({"cache_seqlens": 9, "v": v_new.double()}, "v is float64 on .* as v_cache"),
         ({"cache_seqlens": 9, "k": k_new[:, :, :1]}, r"k has shape \(2, 3, 1, 16\)"),
@@ -281,6 +283,10 @@ def test_what_is_not_served_raises(
         (fa2.flash_attn_func, [torch.ones(8, 2, 16)] * 3, ValueError, r"q has .*\(B, N, H, D\)"),
         (fa3.flash_attn_func, [None] * 3, TypeError, "q is a NoneType .*torch.Tensor"),
         (fa2.flash_attn_qkvpacked_func, [torch.ones(1, 8, 2, 2, 16)], ValueError, r"\(B, N, 3, H"),
+        (
+            fa2.flash_attn_func, [*torch.ones(3, 1, 8, 2, 16), 0.0, None, 1],
+            TypeError, r"^causal is an int \(1\): it must be True or False",
+        ),
         (
             fa3.flash_attn_func, [*torch.ones(3, 1, 8, 2, 16), None, False, *[None] * 4, 3],
             TypeError, r"window_size is an int \(3\): it must be a pair",

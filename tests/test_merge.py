@@ -1,4 +1,4 @@
-"""The merge of attention over parts of the keys."""
+"""The merge of attention over splits of the keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_sink", [False, True])
 @ON_DEVICES
 def test_merge_is_attention_over_all_keys(device, has_sink, is_packed):
-    """Results and gradients, with parts in which rows see no key, and rows that see none at all."""
+    """Results and gradients: rows that see no key in a split, or in none."""
     q, k, v = (
         x.requires_grad_()
         for x in random_inputs(
@@ -31,15 +31,15 @@ def test_merge_is_attention_over_all_keys(device, has_sink, is_packed):
     inputs = [q, k, v, *([sink] if has_sink else [])]
     band = functools.partial(reference.attention, q, k, v, window_left=9, window_right=2)
     expected = band(diagonal_offset=-12, learnable_sink=sink)
-    parts = []
+    splits = []
     for first in (0, 7, 60):
         keys = slice(first, {0: 7, 7: 60, 60: 60}[first])
         out, lse = ops.fwd(
             q, k[:, :, keys], v[:, :, keys],
             window_left=9, window_right=2, diagonal_offset=-12 - first,
         )  # fmt: skip
-        parts.append((out[0].transpose(0, 1), lse[0]) if is_packed else (out, lse))
-    out, lse = flash_cute.merge(*zip(*parts, strict=True), learnable_sink=sink)
+        splits.append((out[0].transpose(0, 1), lse[0]) if is_packed else (out, lse))
+    out, lse = flash_cute.merge(*zip(*splits, strict=True), learnable_sink=sink)
     assert out.dtype == torch.float16 and lse.dtype == torch.float32
     if is_packed:
         out, lse = out.transpose(0, 1)[None], lse[None]

@@ -281,6 +281,33 @@ def test_packed_sequences_are_as_alone(name: str, has_lengths: bool) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("positions", ["jump", "two steps", "zeros"])
+def test_positions_that_pack_nothing(positions: str) -> None:
+    """One document, whatever its positions do, unless one is 0 again."""
+    made = torch.arange(LENGTH)
+    made = {"jump": made + 50 * (made > 7), "two steps": 2 * made, "zeros": 0 * made}[positions]
+    model = make_model(CAUSAL["llama"])
+    inputs = {**make_inputs(model)[0], "position_ids": made[None]}  # type: ignore[index]
+    expected = model(**inputs)[0]
+    model.set_attn_implementation("cute_fa")
+    torch.testing.assert_close(model(**inputs)[0], expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_images_and_text() -> None:
+    """LLaVA asks its tower for hidden states, which is not the attention's business."""
+    vision = T.CLIPVisionConfig(**VISION)
+    text = T.LlamaConfig(**DECODER)
+    config = T.LlavaConfig(vision_config=vision, text_config=text, image_token_index=3)
+    model = make_model(config)
+    ids = torch.cat([torch.full((1, 64), 3), torch.arange(10, 20)[None]], 1)
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32)}
+    expected = model(**inputs)[0]
+    model.set_attn_implementation("cute_fa")
+    torch.testing.assert_close(model(**inputs)[0], expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
 def test_compiled_generation() -> None:
     """With a static cache: the same graph for all tokens."""
     model = make_model(CAUSAL["llama"], "AutoModelForCausalLM")
@@ -351,6 +378,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "padding between tokens": (CAUSAL["llama"], {"attention_mask": GAPS}, "padding between"),
     "a tensor": (CAUSAL["llama"], {"attention_mask": torch.zeros(2, 1, 17, 17)}, "masks that are"),
     "lengths and padding": (CAUSAL["llama"], LENGTHS_AND_PADDING, "cu_seq_lens_q with padding"),
+    "weights": (CAUSAL["llama"], {"output_attentions": True}, "output_attentions"),
     "half of the lengths": (CAUSAL["llama"], {"cu_seq_lens_q": torch.tensor([0, 17])}, "one of"),
     "chunks": (
         T.Llama4TextConfig(
@@ -392,7 +420,7 @@ def test_dropout_is_refused() -> None:
     for module in model.modules():
         if type(module).__name__ == "BartAttention":
             module.dropout = 0.1
-    with pytest.raises(ValueError, match="cute_fa does not serve dropout"):
+    with pytest.raises(ValueError, match=r"cute_fa does not serve dropout .* must be 0"):
         model(**inputs)
 
 

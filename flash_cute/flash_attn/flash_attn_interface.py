@@ -35,6 +35,7 @@ from flash_cute.flash_attn._private import (
     _flash_attn_varlen_forward,
 )
 from flash_cute.layouts import Window, check_dims, check_head_dims, refuse
+from flash_cute.options import looks_at_values
 from flash_cute.transforms import autocast
 
 # The package has the private functions as custom ops besides. `forward` is one already.
@@ -271,13 +272,13 @@ def append(
         if used is None:
             raise ValueError("k is given and cache_seqlens is None: it says where k goes")
         _check_new(q, k, v, k_cache, v_cache, rows.shape[0])
-        room = k_cache.shape[1] - k.shape[1]
-        if isinstance(cache_seqlens, numbers.Integral) and not 0 <= cache_seqlens <= room:
-            raise ValueError(f"cache_seqlens is {cache_seqlens}: it must be 0 to {room}")
+        _check_lengths(cache_seqlens, k_cache.shape[1] - k.shape[1])
         tokens = used[:, None] + torch.arange(k.shape[1], device=k_cache.device)
         k_cache[rows[:, None], tokens] = k
         v_cache[rows[:, None], tokens] = v
         used = used + k.shape[1]
+    else:
+        _check_lengths(cache_seqlens, k_cache.shape[1])
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
     return k_cache, v_cache, None if used is None else used.int()
@@ -287,6 +288,20 @@ def _check_integers(name: str, x: object) -> None:
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
         kind = checks.name_of(x.dtype) if isinstance(x, Tensor) else checks.shown(x)
         raise TypeError(f"{name} is {kind}: it must be an int32 or int64 tensor")
+
+
+def _check_lengths(lengths: int | Tensor | None, most: int) -> None:
+    """Raises a ValueError if a length of a cache is not within 0 to `most`. Tensors on a GPU are
+    looked at with FLASH_CUTE_CHECK=1."""
+    if isinstance(lengths, Tensor):
+        is_on_cpu = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not is_on_cpu and not looks_at_values():
+            return
+        for index, length in enumerate(lengths.tolist()):
+            if not 0 <= length <= most:
+                raise ValueError(f"cache_seqlens[{index}] is {length}: it must be 0 to {most}")
+    elif lengths is not None and not 0 <= lengths <= most:
+        raise ValueError(f"cache_seqlens is {lengths}: it must be 0 to {most}")
 
 
 def _check_new(

@@ -25,8 +25,14 @@ NAME = "cute_fa"  # with "flash" in it, transformers takes a name for a kernel t
 #: Options of a layer's call that change nothing here, as flags do. The mask has what position_ids
 #: and sliding_window say. All other options are refused.
 IGNORED = {
-    "cache_position", "logits_to_keep", "num_items_in_batch", "position_ids", "sliding_window",
+    "cache_position", "ignore_index", "logits_to_keep", "num_items_in_batch",
+    "output_hidden_states", "position_ids", "shift_labels", "sliding_window", "token_type_ids",
 }  # fmt: skip
+#: Where models have the dropout that is not served.
+DROPOUT = (
+    "dropout (in the model's configuration, attention_dropout, attn_pdrop or "
+    "attention_probs_dropout_prob must be 0)"
+)
 
 
 def refuse(what: str, model: str = "") -> NoReturn:
@@ -248,7 +254,9 @@ def attention(
         for name, x in others.items()
         if name not in IGNORED and x is not None and not isinstance(x, bool)
     ]
-    unserved = seen.unserved or ", ".join(sorted(given)) or ("dropout" if dropout else "")
+    if others.get("output_attentions"):
+        given.append("output_attentions")
+    unserved = seen.unserved or ", ".join(sorted(given)) or (DROPOUT if dropout else "")
     if unserved:
         refuse(unserved, seen.model)
 
@@ -295,9 +303,9 @@ def _seen(
 
 
 def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
-    """What is seen if positions that do not rise by 1 begin another sequence. Some models, gpt-oss
-    among them, do not tell their mask. Waits for the GPU once per forward; compiled layers do not
-    look."""
+    """What is seen if each position 0 begins a sequence, as in transformers' own flash attention.
+    Some models, gpt-oss among them, do not tell their mask. Waits for the GPU once per forward;
+    compiled layers do not look."""
     seen = mask.seen
     is_plain = seen.is_causal and seen.cu_seqlens is None and seen.starts is None
     if not is_plain or seen.lengths[0] == 1 or torch.compiler.is_compiling():
@@ -307,9 +315,10 @@ def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
         if shape[-1:] != seen.lengths[1:] or len(shape) > 2 or _cannot_wait(positions):
             return seen  # there are keys of a cache, or coordinates
         given, positions = positions, positions.view(-1, shape[-1])
-        sequences = (positions.diff(dim=1) != 1).cumsum(1)
+        sequences = (positions[:, 1:] == 0).cumsum(1)
         begins = None
-        if bool(sequences[:, -1].any()):
+        # A model that passes zeros alone has no positions.
+        if bool(sequences[:, -1].any() & positions.any()):
             begins = _packed(functional.pad(sequences, (1, 0)).expand(batch, -1))
         mask.packed_by = (given, begins)
     begins = mask.packed_by[1]
