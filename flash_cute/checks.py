@@ -56,7 +56,7 @@ def refusal(
     tensors = (("q", q), ("k", k), ("v", v))
     for name, x in tensors:
         if not isinstance(x, Tensor):
-            return TypeError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor")
+            return TypeError(f"{name} is {type_of(x)}: it must be a torch.Tensor")
         if (error := refusal_of_layout(name, x)) is not None:
             return error
         if x.dim() != (3 if is_packed else 4):
@@ -299,7 +299,10 @@ def name_of(x: torch.dtype | torch.layout) -> str:
 def shown(x: Any) -> str:
     """The argument's type and, where it is short, its value."""
     text = repr(x)
+    return type_of(x) + (f" ({text})" if len(text) <= 40 else "")
+
+
+def type_of(x: Any) -> str:
     kind = type(x)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    article = "an" if name[0] in "aeiou" else "a"
-    return f"{article} {name}" + (f" ({text})" if len(text) <= 40 else "")
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -49,7 +49,7 @@ class _Sequence(NamedTuple):
         bias: Tensor | None,
     ) -> Changes:
         if alibi_slopes is not None:
-            slopes = alibi_slopes.view(-1, alibi_slopes.shape[-1])
+            slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
             alibi_slopes = part(slopes, self.batch, slice(None))
         return Changes(softcap, alibi_slopes, None if bias is None else self.bias_of(bias), sink)
 

@@ -206,7 +206,8 @@ def _formula(
         if visible is not None:
             scores = scores.masked_fill(~visible, -math.inf)
         lse = torch.logsumexp(scores, -1)
-        weights = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
+        # Not by the LSE: beside great scores it has lost the logarithm of the number of keys.
+        weights = torch.softmax(scores, -1).masked_fill((lse == -math.inf)[..., None], 0)
         out = weights.unflatten(1, heads).flatten(2, 3) @ v[:, :, keys]
         yield rows, out.unflatten(2, (heads[1], -1)).flatten(1, 2), lse
 

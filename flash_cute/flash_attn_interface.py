@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import layouts
-from flash_cute.flash_attn.flash_attn_interface import append
+from flash_cute.flash_attn.flash_attn_interface import CACHES, append
 from flash_cute.layouts import Window, refuse
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -175,7 +175,7 @@ def flash_attn_with_kvcache(
         causal, softmax_scale, window_size, softcap, seqused_k=used, key_start=cache_leftpad
     )
     if cu_seqlens_q is None:
-        results = layouts.dense(q, k_cache, v_cache, options)
+        results = layouts.dense(q, k_cache, v_cache, options, CACHES)
     else:
         batch, length = k_cache.shape[:2]
         begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length

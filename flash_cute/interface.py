@@ -335,7 +335,10 @@ def _is_ordinary(
         and (function is forward or _has_ends(qkv[0], qkv[1], arguments))
         and type(window) is tuple
         and len(window) == 2
-        and all(side is None or (type(side) is int and side >= -1) for side in window)
+        and all(
+            side is None or (type(side) is int and -1 <= side <= checks.MAX_LENGTH)
+            for side in window
+        )
         and type(arguments["is_causal"]) is bool
         and (softmax_scale is None or type(softmax_scale) is float)
         and (softcap is None or (type(softcap) in (float, int) and options.is_softcap(softcap)))
@@ -370,8 +373,8 @@ def _refusal(
     """The first reason for which the call cannot be, to be raised; else None."""
     is_packed = function is forward_varlen
     if is_packed and not isinstance(tensors["cu_seqlens_q"], Tensor):
-        kind = type(tensors["cu_seqlens_q"]).__name__
-        return TypeError(f"cu_seqlens_q is a {kind}: it must be a torch.Tensor")
+        given_q = checks.type_of(tensors["cu_seqlens_q"])
+        return TypeError(f"cu_seqlens_q is {given_q}: it must be a torch.Tensor")
     scalars = (arguments[name] for name in ("is_causal", "softmax_scale", "arch", "deterministic"))
     error = checks.refusal(q, k, v, *scalars, is_packed=is_packed)
     softcap, out = arguments["softcap"], arguments["out"]
@@ -394,6 +397,8 @@ def _refusal(
     )
     if error is not None or _is_dynamo_compiling() or not options.looks_at_values():
         return error
-    # Other classes may have no values.
-    is_plain = all(x is None or type(x) is Tensor for x in (q, *tensors.values()))
+    # Other classes may have no values, and those that functorch wraps.
+    is_plain = _functorch_level() is None and all(
+        x is None or (type(x) is Tensor and not x.is_meta) for x in (q, *tensors.values())
+    )
     return options.refusal_of_values(q, k, tensors) if is_plain else None

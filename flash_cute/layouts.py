@@ -8,6 +8,7 @@ T).
 from __future__ import annotations
 
 import numbers
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -103,12 +104,23 @@ def heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """`forward` of (B, N, H, D)."""
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], names: dict[str, str] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`forward` of (B, N, H, D). Its errors have the shapes as they were given, and of `k` and `v`
+    the names that the caller has for them."""
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         check_dims("(B, N, H, D)", q=q, k=k, v=v)
     q, k, v = heads_first(q, k, v)
-    out, lse = flash_cute.forward(q, k, v, **options)
+    if torch.compiler.is_compiling():
+        out, lse = flash_cute.forward(q, k, v, **options)
+        return out.transpose(1, 2), lse
+    try:
+        out, lse = flash_cute.forward(q, k, v, **options)
+    except (TypeError, ValueError) as error:
+        text = re.sub(r"(shape \(\d+), (\d+), (\d+),", r"\1, \3, \2,", str(error))
+        text = re.sub(r"\b[kv]\b", lambda name: (names or {}).get(name[0], name[0]), text)
+        raise type(error)(text) from None
     return out.transpose(1, 2), lse
 
 

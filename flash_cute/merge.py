@@ -81,8 +81,8 @@ def _refusal(
         )
     if sink is not None:
         if not isinstance(sink, Tensor):
-            kind = type(sink).__name__
-            return TypeError(f"learnable_sink is a {kind}: it must be a torch.Tensor or None")
+            kind = checks.type_of(sink)
+            return TypeError(f"learnable_sink is {kind}: it must be a torch.Tensor or None")
         given["learnable_sink"] = sink
     for name, x in given.items():
         if (error := checks.refusal_of_layout(name, x)) is not None:

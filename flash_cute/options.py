@@ -42,7 +42,7 @@ def refusal_of_tensors(q: Tensor, k: Tensor, tensors: dict[str, Tensor | None]) 
     given = {name: x for name, x in tensors.items() if x is not None}
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            return TypeError(f"{name} is a {type(x).__name__}: it must be a torch.Tensor or None")
+            return TypeError(f"{name} is {checks.type_of(x)}: it must be a torch.Tensor or None")
         if (error := checks.refusal_of_layout(name, x)) is not None:
             return error
         if x.device != q.device:
@@ -103,8 +103,12 @@ def _wrong_shape(name: str, x: Tensor, wanted: str) -> ValueError:
 
 
 def lengths_of(x: Any) -> Any:
-    """Lengths as the ops take them: int64 becomes int32."""
-    return x.to(torch.int32) if isinstance(x, Tensor) and x.dtype == torch.int64 else x
+    """Lengths as the ops take them: int64 becomes int32, which those are not to wrap into that
+    are looked at."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int64:
+        return x
+    limits = torch.iinfo(torch.int32)
+    return (x.clamp(limits.min, limits.max) if looks_at_values() else x).to(torch.int32)
 
 
 def is_softcap(number: float) -> bool:
@@ -118,7 +122,7 @@ def refusal_of_softcap(softcap: Any) -> Exception | None:
         allowed = "a float, an int, or None for none"
         return TypeError(f"softcap is {checks.shown(softcap)}: it must be {allowed}")
     if not checks.is_finite(softcap) or not is_softcap(softcap):
-        allowed = "finite in float32, and 0 (none) or more"
+        allowed = "0 (none), or above 1.2e-38 and finite in float32"
         return ValueError(f"softcap is {checks.shown(softcap)}: it must be {allowed}")
     return None
 
@@ -138,8 +142,10 @@ def refusal_of_window(window: Any) -> Exception | None:
 
 
 def side_of(x: Any) -> Any:
-    """A side of a window as the ops take it."""
-    return -1 if x is None else x if isinstance(x, (int, torch.SymInt)) else int(x)
+    """A side of a window as the ops take it. No sequence is longer than MAX_LENGTH."""
+    if x is None or isinstance(x, torch.SymInt):
+        return -1 if x is None else x
+    return min(int(x), checks.MAX_LENGTH)
 
 
 def _is_integer(x: Any) -> bool:
@@ -166,7 +172,7 @@ def refusal_of_gradients(tensors: dict[str, Tensor | None], out: Any) -> Excepti
 def refusal_of_out(q: Tensor, v: Tensor, out: Any) -> Exception | None:
     """As `checks.refusal`, of an `out` that is not None."""
     if not isinstance(out, Tensor):
-        return TypeError(f"out is a {type(out).__name__}: it must be a torch.Tensor or None")
+        return TypeError(f"out is {checks.type_of(out)}: it must be a torch.Tensor or None")
     if (error := checks.refusal_of_layout("out", out)) is not None:
         return error
     if out.shape != checks.out_shape(q, v):

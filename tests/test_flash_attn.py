@@ -284,6 +284,14 @@ def test_what_is_not_served_raises(
         (fa3.flash_attn_func, [None] * 3, TypeError, "q is a NoneType .*torch.Tensor"),
         (fa2.flash_attn_qkvpacked_func, [torch.ones(1, 8, 2, 2, 16)], ValueError, r"\(B, N, 3, H"),
         (
+            fa2.flash_attn_func, [torch.ones(1, 8, 2, 16), *torch.ones(2, 2, 8, 2, 16)],
+            ValueError, r"k has batch size 2 \(shape \(2, 8, 2, 16\)\)",
+        ),
+        (
+            fa2.flash_attn_with_kvcache, [torch.ones(1, 8, 3, 16), *torch.ones(2, 1, 8, 2, 16)],
+            ValueError, r"q has 3 heads and k_cache and v_cache have 2",
+        ),
+        (
             fa2.flash_attn_func, [*torch.ones(3, 1, 8, 2, 16), 0.0, None, 1],
             TypeError, r"^causal is an int \(1\): it must be True or False",
         ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 
 import pytest
 import support
@@ -250,7 +251,7 @@ REFUSALS = {
     "window of one": ({"window_size": (5,)}, TypeError, "window_size is a tuple .* pair"),
     "window -2": ({"window_size": (-2, 0)}, ValueError, r"window_size is .*\(-2, 0\).* 0 or more"),
     "window 1.0": ({"window_size": (1.0, 0)}, TypeError, "window_size is .* an int, or None"),
-    "softcap -1": ({"softcap": -1.0}, ValueError, r"softcap is a float \(-1.0\): .* or more"),
+    "softcap -1": ({"softcap": -1.0}, ValueError, r"softcap is a float \(-1.0\): .* or above"),
     "softcap 1e39": ({"softcap": 1e39}, ValueError, "softcap is .* finite in float32"),
     "softcap 10**400": ({"softcap": 10**400}, ValueError, "softcap is .* finite in float32"),
     "softcap 1e-40": ({"softcap": 1e-40}, ValueError, "softcap is .* finite in float32"),
@@ -355,6 +356,45 @@ def test_values_are_checked_on_demand(device, monkeypatch, changes, message):
     with pytest.raises(ValueError, match=message):
         flash_cute.forward_varlen(**arguments)
     assert options.looks_at_values()
+
+
+def test_looking_at_values_that_are_not_there(monkeypatch):
+    """Of int64 the upper half counts; wrapped and meta tensors have none to look at."""
+    monkeypatch.setenv("FLASH_CUTE_CHECK", "1")
+    q = torch.randn(2, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"seqused_k\[0\] is 2147483647: it must be 0 to 4"):
+        flash_cute.forward(q, q, q, seqused_k=torch.tensor([2**32 + 1, 2]))
+
+    def of(x, used):
+        return flash_cute.forward(x, x, x, seqused_k=used)[0]
+
+    used = torch.tensor([[3, 4], [1, 2]]).int()
+    batched = torch.vmap(of, in_dims=(None, 0))(q, used)
+    torch.testing.assert_close(batched, torch.stack([of(q, row) for row in used]))
+    assert of(q.to("meta"), used[0].to("meta")).shape == q.shape
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e9, 1e9])
+def test_scores_of_any_size_have_weights_that_sum_to_one(value):
+    """As rows have that an additive mask leaves nothing of."""
+    q, v = torch.zeros(1, 2, 3, 8), torch.ones(1, 2, 5, 8)
+    out = flash_cute.forward(q, v, v, bias=torch.full((1, 1, 3, 5), value))[0]
+    torch.testing.assert_close(out, torch.ones_like(q))
+
+
+@pytest.mark.parametrize("side", [2**31, sys.maxsize, 2**63, 2**70])
+def test_windows_beyond_all_keys(side):
+    q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 6, 8)
+    for window, same in (((side, side), (-1, -1)), ((side, 0), (-1, 0)), ((0, side), (0, -1))):
+        results = [flash_cute.forward(q, k, k, window_size=x) for x in (window, same)]
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_slopes_of_no_heads():
+    empty = torch.randn(2, 0, 3, 8)
+    for slopes in (torch.ones(0), torch.ones(2, 0)):
+        out, lse = flash_cute.forward(empty, empty, empty, alibi_slopes=slopes)
+        assert out.shape == empty.shape and lse.shape == (2, 0, 3)
 
 
 def test_reference_masks_are_intervals():

@@ -45,6 +45,8 @@ _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 Result = Tensor | tuple[Tensor, Tensor, None]
+#: What errors call the tensors that attention is taken over.
+CACHES = {"k": "k_cache", "v": "v_cache"}
 
 
 def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Result:
@@ -238,7 +240,7 @@ def flash_attn_with_kvcache(
         causal, softmax_scale, window_size, softcap,
         alibi_slopes=alibi_slopes, seqused_k=used, key_start=cache_leftpad,
     )  # fmt: skip
-    results = layouts.dense(q, k_cache, v_cache, options)
+    results = layouts.dense(q, k_cache, v_cache, options, CACHES)
     return results if return_softmax_lse else results[0]
 
 
