@@ -72,7 +72,7 @@ def test_fp32_beside_sdpas_efficient_kernel():
     )
     assert len(ours) == len(theirs) == 16
     for name, rmse in ours.items():
-        assert rmse <= (1.25 if name.endswith("out") else 2.0) * theirs[name], name
+        assert rmse <= (1.25 if name.endswith("out") else 2.5) * theirs[name], name
 
 
 @GPU_KERNELS
