@@ -175,7 +175,7 @@ SECTIONS = (
     ),
     Section(
         "Memory of a training step",
-        "The same of a forward and its backward, and of a backward alone.",
+        "The same of a forward and its backward, and of a backward alone. Gradients are results.",
         ("memory_fwdbwd", "memory_bwd"),
         tables.memory,
     ),

@@ -397,8 +397,6 @@ def _refusal(
     )
     if error is not None or _is_dynamo_compiling() or not options.looks_at_values():
         return error
-    # Other classes may have no values, and those that functorch wraps.
-    is_plain = _functorch_level() is None and all(
-        x is None or (type(x) is Tensor and not x.is_meta) for x in (q, *tensors.values())
-    )
-    return options.refusal_of_values(q, k, tensors) if is_plain else None
+    if not options.have_values(q, *tensors.values()):
+        return None
+    return options.refusal_of_values(q, k, tensors)

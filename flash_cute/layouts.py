@@ -112,7 +112,7 @@ def dense(
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         check_dims("(B, N, H, D)", q=q, k=k, v=v)
     q, k, v = heads_first(q, k, v)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # not every Dynamo can trace what is below
         out, lse = flash_cute.forward(q, k, v, **options)
         return out.transpose(1, 2), lse
     try:

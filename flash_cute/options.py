@@ -103,12 +103,14 @@ def _wrong_shape(name: str, x: Tensor, wanted: str) -> ValueError:
 
 
 def lengths_of(x: Any) -> Any:
-    """Lengths as the ops take them: int64 becomes int32, which those are not to wrap into that
-    are looked at."""
+    """Lengths as the ops take them: int64 becomes int32. Where values are looked at, those that do
+    not fit become the limit, which is refused; else they wrap."""
     if not isinstance(x, Tensor) or x.dtype != torch.int64:
         return x
-    limits = torch.iinfo(torch.int32)
-    return (x.clamp(limits.min, limits.max) if looks_at_values() else x).to(torch.int32)
+    if looks_at_values():
+        limits = torch.iinfo(torch.int32)
+        x = x.clamp(limits.min, limits.max)
+    return x.to(torch.int32)
 
 
 def is_softcap(number: float) -> bool:
@@ -122,7 +124,7 @@ def refusal_of_softcap(softcap: Any) -> Exception | None:
         allowed = "a float, an int, or None for none"
         return TypeError(f"softcap is {checks.shown(softcap)}: it must be {allowed}")
     if not checks.is_finite(softcap) or not is_softcap(softcap):
-        allowed = "0 (none), or above 1.2e-38 and finite in float32"
+        allowed = "0 (none), or finite in float32 and 1.18e-38 or more"
         return ValueError(f"softcap is {checks.shown(softcap)}: it must be {allowed}")
     return None
 
@@ -143,9 +145,9 @@ def refusal_of_window(window: Any) -> Exception | None:
 
 def side_of(x: Any) -> Any:
     """A side of a window as the ops take it. No sequence is longer than MAX_LENGTH."""
-    if x is None or isinstance(x, torch.SymInt):
-        return -1 if x is None else x
-    return min(int(x), checks.MAX_LENGTH)
+    if x is None:
+        return -1
+    return x if isinstance(x, torch.SymInt) else min(int(x), checks.MAX_LENGTH)
 
 
 def _is_integer(x: Any) -> bool:
@@ -192,6 +194,16 @@ def refusal_of_out(q: Tensor, v: Tensor, out: Any) -> Exception | None:
 @checks.assume_constant_result
 def looks_at_values() -> bool:
     return os.environ.get("FLASH_CUTE_CHECK") == "1"
+
+
+def have_values(*tensors: Tensor | None) -> bool:
+    """Whether all tensors have values that Python may see: subclasses may have none, and so do meta
+    tensors, those that functorch wraps, and those of compiled code."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.maybe_current_level() is None
+        and all(x is None or (type(x) is Tensor and not x.is_meta) for x in tensors)
+    )
 
 
 def refusal_of_values(q: Tensor, k: Tensor, tensors: dict[str, Tensor | None]) -> Exception | None:

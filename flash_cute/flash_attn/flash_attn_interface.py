@@ -35,7 +35,7 @@ from flash_cute.flash_attn._private import (
     _flash_attn_varlen_forward,
 )
 from flash_cute.layouts import Window, check_dims, check_head_dims, refuse
-from flash_cute.options import looks_at_values
+from flash_cute.options import have_values, looks_at_values
 from flash_cute.transforms import autocast
 
 # The package has the private functions as custom ops besides. `forward` is one already.
@@ -45,7 +45,7 @@ _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 Result = Tensor | tuple[Tensor, Tensor, None]
-#: What errors call the tensors that attention is taken over.
+#: What k and v of `forward` are called in its errors (`layouts.dense`).
 CACHES = {"k": "k_cache", "v": "v_cache"}
 
 
@@ -296,8 +296,7 @@ def _check_lengths(lengths: int | Tensor | None, most: int) -> None:
     """Raises a ValueError if a length of a cache is not within 0 to `most`. Tensors on a GPU are
     looked at with FLASH_CUTE_CHECK=1."""
     if isinstance(lengths, Tensor):
-        is_on_cpu = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
-        if not is_on_cpu and not looks_at_values():
+        if not have_values(lengths) or (lengths.is_cuda and not looks_at_values()):
             return
         for index, length in enumerate(lengths.tolist()):
             if not 0 <= length <= most:

@@ -254,7 +254,7 @@ def attention(
         for name, x in others.items()
         if name not in IGNORED and x is not None and not isinstance(x, bool)
     ]
-    if others.get("output_attentions"):
+    if others.get("output_attentions"):  # a flag, but it asks for what is not in memory
         given.append("output_attentions")
     unserved = seen.unserved or ", ".join(sorted(given)) or (DROPOUT if dropout else "")
     if unserved:
