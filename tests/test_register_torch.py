@@ -3,6 +3,7 @@ on the CPU's key, where no kernel of PyTorch's is, in front of stand-ins."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -48,7 +49,10 @@ def calls() -> Iterator[list[str]]:
 
     def stand_in_packed(q: Tensor, *_: Any, **options: Any) -> tuple[Any, ...]:
         reached.append(",".join(name for name, value in options.items() if value is not None))
-        return q, q[..., 0].float(), q, q, q
+        # As torch's meta kernel has them, on which a compiler relies.
+        lse = q[..., 0].float().transpose(-1, -2).contiguous()
+        state = torch.zeros(2, dtype=torch.uint64)
+        return q + 1, lse, state, state[0].clone(), q.new_empty(0)
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_flash_attention", stand_in, "CPU")
@@ -154,6 +158,93 @@ def test_options_that_are_not_served(calls: list[str]) -> None:
         op(*call, False, num_splits=1)
         expected += ["block_table", "num_splits"]
     assert calls == expected
+
+
+@pytest.fixture
+def backward_below(calls: list[str]) -> Iterator[list[str]]:
+    """The same, with a stand-in for the backward of the varlen op, too."""
+
+    def stand_in(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> Any:
+        assert torch.equal(rest[1], q[..., 0].float().transpose(-1, -2))  # the log-sum-exp
+        calls.append("backward")
+        return q * 7, k * 7, v * 7
+
+    aten.unregister()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_backward", stand_in, "CPU")
+    aten.register("CPU")
+    yield calls
+    aten.unregister()
+    library._destroy()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("option", ["alibi_slopes", "num_splits", None])
+def test_the_backward_follows_the_forward(
+    backward_below: list[str], option: str | None, is_packed: bool, backend: str
+) -> None:
+    """Its arguments are the same with these options and without."""
+    op = torch.ops.aten._flash_attention_forward
+    if option not in [None, *(argument.name for argument in op.default._schema.arguments)]:
+        pytest.skip("num_splits came with torch 2.13")
+    heads_first = inputs()
+    begins = torch.tensor(BEGINS, dtype=torch.int32) if is_packed else None
+    q, k, v = (x.detach().transpose(1, 2) for x in heads_first)
+    q, k, v = ((x[0] if is_packed else x).contiguous().requires_grad_() for x in (q, k, v))
+    given = {"alibi_slopes": torch.ones(4), "num_splits": 1}
+    options = {option: given[option]} if option else {}
+
+    @torch.compile(backend=backend)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return op(q, k, v, begins, begins, 29, 29, 0.0, True, False, scale=0.3, **options)[0]
+
+    grads = gradients(attend(q, k, v), q, k, v)
+    if option:
+        assert backward_below == [f"scale,{option}", "backward"]
+        check_same(grads, (q * 7, k * 7, v * 7))
+    else:
+        assert backward_below == []
+        if is_packed:
+            expected = flash_cute.forward_varlen(q, k, v, begins, is_causal=True, softmax_scale=0.3)
+        else:
+            rows = [x.transpose(1, 2) for x in (q, k, v)]
+            expected = flash_cute.forward(*rows, True, 0.3)
+        out = expected[0] if is_packed else expected[0].transpose(1, 2)
+        check_same(grads, gradients(out, q, k, v))
+
+
+@pytest.mark.parametrize("num_splits", [None, 1])
+def test_the_backward_of_varlen_attn(backward_below: list[str], num_splits: int | None) -> None:
+    """Of the forward's results it passes on out and the log-sum-exp alone."""
+    if "num_splits" not in inspect.signature(varlen.varlen_attn).parameters:
+        pytest.skip("num_splits came with torch 2.13")
+    q, k, v = (x[0].transpose(0, 1).detach().requires_grad_() for x in inputs())
+    begins = torch.tensor(BEGINS, dtype=torch.int32)
+    out = varlen.varlen_attn(q, k, v, begins, begins, 26, 26, num_splits=num_splits)
+    grads = gradients(out, q, k, v)
+    if num_splits is None:
+        expected = flash_cute.forward_varlen(q, k, v, begins)[0]
+        check_same(grads, gradients(expected, q, k, v))
+    else:
+        check_same(grads, (q * 7, k * 7, v * 7))
+    assert backward_below[1:] == ["backward"] * (num_splits is not None)
+
+
+def test_a_copied_log_sum_exp_says_nothing(backward_below: list[str]) -> None:
+    """Nor does a slice of ours that begins where the mark of PyTorch's stands."""
+    q, k, v = (x.detach().transpose(1, 2).contiguous() for x in inputs())
+    call = (None, None, 29, 29, 0.0, True)
+    forward = torch.ops.aten._flash_attention_forward
+    out, lse, *state, _ = forward(q, k, v, *call, False, alibi_slopes=torch.ones(4))
+    backward = torch.ops.aten._flash_attention_backward
+    backward(out, q, k, v, out, lse, *call, *state)
+    assert backward_below == ["alibi_slopes", "backward"]
+    room = lse.new_empty(28 + lse.numel() + 1)
+    slice_of_more = room[28:-1].view_as(lse).copy_(lse)
+    for copied in (lse.clone(), slice_of_more):
+        backward(out, q, k, v, out, copied, *call, *state)
+    assert backward_below == ["alibi_slopes", "backward"]
 
 
 def check_dense_layout(device: str) -> None:

@@ -122,6 +122,28 @@ std::tuple<Tensor, Tensor, Tensor> no_random(const Tensor& q) {
   return {part(1, 0), part(0, 2), empty(0, dtype_of(q))};
 }
 
+// Where the log-sum-exp of PyTorch's kernel stands in its storage, in elements, after a call whose
+// arguments for the backward are those of one of ours. They do not say alibi_slopes or num_splits;
+// of the forward's results varlen_attn passes on this one and out. 112 bytes keep 16-byte
+// alignment.
+constexpr int64_t kMark = 28;
+
+Tensor marked(const Tensor& lse) {
+  Tensor storage = torch::stable::new_empty(lse, {kMark + lse.numel()});
+  const Tensor behind = torch::stable::narrow(storage, 0, kMark, lse.numel());
+  Tensor copy = torch::stable::view(behind, lse.sizes());
+  return torch::stable::copy_(copy, lse);
+}
+
+// A copy of the log-sum-exp, as hooks for saved tensors make, has no mark. The size of the storage
+// tells a mark from a slice of ours.
+bool is_marked(const Tensor& lse) {
+  int64_t bytes;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(lse.get(), &bytes));
+  return lse.storage_offset() == kMark &&
+         bytes == (kMark + lse.numel()) * static_cast<int64_t>(sizeof(float));
+}
+
 // What fwd and bwd take beside the tensors.
 struct Options {
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_k;
@@ -228,10 +250,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> _flash_attention_forward(
       return std::tuple_cat(*results, no_random(q));
     }
   }
-  return call<Tensor, Tensor, Tensor, Tensor, Tensor>(
+  auto results = call<Tensor, Tensor, Tensor, Tensor, Tensor>(
       "flash_cute::_flash_attention_forward", q, k, v, cum_seq_q, cum_seq_k, max_q, max_k,
       dropout_p, is_causal, return_debug_mask, scale, left, right, seqused_k, alibi_slopes,
       more...);
+  if (serves(q, k, v, dropout_p)) std::get<1>(results) = marked(std::get<1>(results));
+  return results;
 }
 
 // Writes to `out`, and returns the log-sum-exp.
@@ -259,7 +283,7 @@ std::tuple<Tensor, Tensor, Tensor> _flash_attention_backward(
     Tensor cum_seq_k, int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
     Tensor rng_state, Tensor unused, std::optional<double> scale, std::optional<int64_t> left,
     std::optional<int64_t> right) {
-  if (!serves(q, k, v, dropout_p)) {
+  if (!serves(q, k, v, dropout_p) || is_marked(lse)) {
     return call<Tensor, Tensor, Tensor>("flash_cute::_flash_attention_backward", dout, q, k, v, out,
                                         lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
                                         is_causal, rng_state, unused, scale, left, right);
