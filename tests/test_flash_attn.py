@@ -342,6 +342,36 @@ def test_padding() -> None:
     assert bert_padding.unpad_input(x, mask, 1 - mask)[2].tolist() == [0, 5, 10, 15]
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [[[2, 3], [], [6], [1, 1, 1]], [[0, 4, 0, 1], [2]], [[], []]],
+    ids=["plain", "gaps", "none"],
+)
+def test_padding_behind_concatenated_sequences(rows: list[list[int]]) -> None:
+    x = torch.randn(len(rows), 6, 2, 4, requires_grad=True)
+    given = torch.zeros(len(rows), 6, dtype=torch.int64)
+    tokens, indices, begins = [], [], [0]
+    for row, lengths in enumerate(rows):
+        given[row, : len(lengths)] = torch.tensor(lengths)
+        column = 0
+        for length in filter(None, lengths):
+            for _ in range(length):
+                tokens.append(x[row, column])
+                indices.append(6 * row + column)
+                column += 1
+            begins.append(begins[-1] + length)
+    unpad = bert_padding.unpad_input_for_concatenated_sequences
+    packed, found, cu_seqlens, longest = unpad(x, given)
+    assert packed.shape == (len(tokens), 2, 4) and found.tolist() == indices
+    assert all(map(torch.equal, packed, tokens))
+    assert cu_seqlens.tolist() == begins and cu_seqlens.dtype == torch.int32
+    assert longest == max(map(max, filter(None, rows)), default=0)
+    padded = bert_padding.pad_input(packed, found, len(rows), 6)
+    kept = torch.zeros(6 * len(rows), 1, 1).index_fill(0, found, 1).view(-1, 6, 1, 1)
+    assert torch.equal(padded, x * kept)
+    assert torch.equal(torch.autograd.grad(padded.sum(), x)[0], kept.expand_as(x))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])

@@ -41,6 +41,30 @@ def unpad_input(
     return hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, longest, used
 
 
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Packs the tokens of a padded batch whose rows have several sequences each. `pad_input` is the
+    inverse. Waits for the GPU.
+
+    Args:
+        hidden_states: (B, N, ...). In each row the sequences follow each other from the start, and
+            padding follows the last.
+        attention_mask_in_length: (B, N), int: the lengths of a row's sequences, in order; zeros say
+            nothing. [[2, 3, 0, 0, 0, 0]] is a row of two sequences and one token of padding.
+
+    Returns:
+        The tokens of all sequences (T, ...); their indices among the B * N (T,) int64; cu_seqlens
+        (S + 1,) int32 of the S sequences of the batch; the longest sequence.
+    """
+    ends = attention_mask_in_length.sum(-1, keepdim=True)
+    columns = torch.arange(hidden_states.shape[1], device=ends.device)
+    tokens, indices, *_ = unpad_input(hidden_states, columns < ends)
+    lengths = attention_mask_in_length[attention_mask_in_length != 0]
+    cu_seqlens = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return tokens, indices, cu_seqlens, int(lengths.max()) if lengths.numel() else 0
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse of `unpad_input`: (batch, seqlen, ...), zeros at padding."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
