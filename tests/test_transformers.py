@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -388,14 +389,19 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "git": (
         T.GitConfig(**TEXT, vision_config={**SIZES, "image_size": 32}), {},
-        rf"{OWN}, as a model's own attention does \(model type 'git'\)",
+        r"masks of the model's own \(model type 'git'\)",
     ),
     "bloom": (T.BloomConfig(hidden_size=64, n_head=4, n_layer=2), {}, OWN),
-    "bigbird_pegasus": (T.BigBirdPegasusConfig(**TWO_STACKS), {}, OWN),  # its encoder
+    "bigbird_pegasus": (  # its encoder
+        T.BigBirdPegasusConfig(**TWO_STACKS), {},
+        rf"{OWN}, as a model's own attention does \(model type 'bigbird_pegasus'\)",
+    ),
     "nllb_moe": (  # its router
         T.NllbMoeConfig(**TWO_STACKS, num_experts=2, decoder_sparse_step=2), {}, OWN,
     ),
 }  # fmt: skip
+#: What the mask's maker refuses, ahead of all layers.
+REFUSED_FIRST = ("padding between tokens", "chunks", "git")
 
 
 @torch.no_grad()
@@ -403,12 +409,78 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_is_not_served_is_refused(name: str) -> None:
     config, inputs, what = REFUSED[name]
     model = make_model(config)
-    # As from_config does; set_attn_implementation leaves BLOOM as it is.
+    # set_attn_implementation leaves BLOOM as it is, and from_config refuses it.
     model.config._attn_implementation = "cute_fa"
     made = make_inputs(model)
     assert made is not None
+    layers: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda *args: layers.append(args))
     with pytest.raises(ValueError, match=rf"cute_fa does not serve {what}.*: use"):
         model(**{**made[0], **inputs})
+    assert (not layers) == (name in REFUSED_FIRST)
+
+
+#: Models that transformers knows to have an attention of their own. With the name of another some
+#: compute with theirs, some fail later, and some have a KeyError.
+OWN_ATTENTION = {
+    "bloom": T.BloomConfig(hidden_size=64, n_head=4, n_layer=2),
+    "falcon": T.FalconConfig(**TEXT),
+    "gptj": T.GPTJConfig(n_embd=64, n_head=4, n_layer=2, rotary_dim=8),
+    "gpt_neo": T.GPTNeoConfig(
+        hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+    ),
+    "deberta-v2": T.DebertaV2Config(**TEXT),
+    "fsmt": T.FSMTConfig(d_model=64, encoder_layers=1, decoder_layers=1),
+    "xlnet": T.XLNetConfig(d_model=64, n_layer=2, n_head=4, d_inner=96),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_models_with_an_attention_of_their_own(name: str) -> None:
+    """Refused while they are made. A second registration changes nothing."""
+    config = copy.deepcopy(OWN_ATTENTION[name])
+    flash_cute.register(transformers=True)
+    what = f"models with an attention of their own (model type '{name}')"
+    with pytest.raises(ValueError, match=re.escape(what)):
+        T.AutoModel.from_config(config, attn_implementation="cute_fa")
+    T.AutoModel.from_config(config, attn_implementation="eager")
+
+
+@torch.no_grad()
+def test_a_model_beside_one_with_an_attention_of_its_own() -> None:
+    encoder = T.DonutSwinConfig(
+        image_size=32, patch_size=4, embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4
+    )
+    decoder = T.MBartConfig(**TWO_STACKS, is_decoder=True, add_cross_attention=True)
+    config = T.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    make = T.VisionEncoderDecoderModel._from_config
+    with pytest.raises(ValueError, match=r"model type 'donut-swin'"):
+        make(copy.deepcopy(config), attn_implementation="cute_fa")
+    made = []
+    for name in ("eager", "cute_fa"):
+        torch.manual_seed(0)
+        model = make(copy.deepcopy(config), attn_implementation={"decoder": name}).eval()
+        assert model.decoder.config._attn_implementation == name
+        ids = torch.arange(3, 11)[None]
+        made.append(model(pixel_values=torch.ones(1, 3, 32, 32), decoder_input_ids=ids)[0])
+    torch.testing.assert_close(*made, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_mask_that_no_layer_takes() -> None:
+    """Llama 4 makes one of chunks, whatever its layers are."""
+    config = T.Llama4TextConfig(
+        **DECODER, head_dim=16, attention_chunk_size=5, num_local_experts=2,
+        intermediate_size_mlp=64, layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    model = make_model(config)
+    inputs = make_inputs(model, "padded left")[0]  # type: ignore[index]
+    expected = model(**inputs)[0]
+    model.set_attn_implementation("cute_fa")
+    kept = inputs["attention_mask"].bool()
+    torch.testing.assert_close(model(**inputs)[0][kept], expected[kept], rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -428,4 +500,5 @@ def test_unregister() -> None:
     flash_cute.unregister()
     with pytest.raises(ValueError, match="cute_fa"):
         make_model(CAUSAL["llama"]).set_attn_implementation("cute_fa")
+    assert not torch.nn.modules.module._global_module_registration_hooks
     flash_cute.register(transformers=True)

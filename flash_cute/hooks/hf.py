@@ -2,7 +2,8 @@
 
 transformers makes a mask once per forward, for all layers alike. Ours has no elements. It says what
 each query sees, and it alone decides that: modules say `is_causal` wrongly where they rely on their
-mask. A model that reads the elements gets an error.
+mask. A model that reads the elements gets an error. One that never looks its attention up gets it
+while it is made, if transformers can tell.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils import _pytree as pytree
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import flash_cute
@@ -55,7 +58,7 @@ class Seen:
     starts: Tensor | None = None  #: of the keys that are no padding
     ends: Tensor | None = None  #: likewise; a causal mask needs none
     cu_seqlens: Tensor | None = None  #: where packed sequences begin, in all B * N tokens
-    unserved: str = ""  #: what a layer with this mask refuses: some models make masks in vain
+    unserved: str = ""  #: what a layer with this mask refuses
     model: str = ""
 
 
@@ -152,7 +155,7 @@ def _packed(sequences: Tensor) -> Tensor:
     return functional.pad(begins, (0, 1), value=sequences.numel())
 
 
-def _padding(tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+def _padding(tokens: Tensor, model: str) -> tuple[Tensor, Tensor] | None:
     """(starts, ends) of the tokens of each sequence, for True in `tokens` (B, N); None if all are.
     Waits for the GPU, as transformers' own masks do."""
     length = tokens.shape[1]
@@ -166,7 +169,7 @@ def _padding(tokens: Tensor) -> tuple[Tensor, Tensor] | None:
     else:
         is_full, is_whole = torch.stack([tokens.all(), has_no_gaps]).tolist()
         if not is_whole:
-            refuse("padding between tokens")
+            refuse("padding between tokens", model)
         if is_full:
             return None
     return starts.clamp(max=max(length - 1, 0)).int(), ends.int()
@@ -189,36 +192,37 @@ def make_mask(
     False for padding."""
     model = str(getattr(config, "model_type", ""))
     lengths = (q_length, kv_length)
-
-    def unserved(what: str) -> Mask:
-        return Mask(Seen(lengths, False, unserved=what, model=model), batch_size, device)
-
     found = read(mask_function)
     if found is None:
-        return unserved("masks of the model's own")
+        own = "masks of the model's own"
+        # Llama 4 makes the mask of its chunks even if no layer has chunks.
+        has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+        if getattr(config, "attention_chunk_size", None) and not has_chunks:
+            return Mask(Seen(lengths, False, unserved=own, model=model), batch_size, device)
+        refuse(own, model)
     is_causal = found.get("is_causal", False)
     window = (found.get("left", -1), -1 if is_causal else found.get("right", -1))
     has_diagonal = is_causal or window != (-1, -1)
     visible: int | Tensor = q_offset + q_length - kv_offset if has_diagonal else kv_length
     if isinstance(visible, int) and not 0 <= visible <= kv_length:
-        return unserved("queries beyond the keys")
+        refuse("queries beyond the keys", model)
 
     starts, ends, cu_seqlens = None, None, None
     if "sequences" in found:
         if attention_mask is not None or q_length != kv_length or visible != kv_length:
-            return unserved("packed sequences with padding or a cache")
+            refuse("packed sequences with padding or a cache", model)
         cu_seqlens = _packed(found["sequences"].expand(batch_size, -1))
     elif attention_mask is not None:
         # A static cache is longer than its mask, whose end is that of the tokens.
         length = visible if isinstance(visible, int) else kv_length
         tokens = attention_mask[:, kv_offset : kv_offset + length]
         if isinstance(visible, int) and tokens.shape[1] < visible:
-            return unserved("a padding mask that is shorter than the keys")
+            refuse("a padding mask that is shorter than the keys", model)
         if not isinstance(visible, int):
             # What follows the last query is no padding.
             columns = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = tokens | (columns >= visible)
-        if (padding := _padding(tokens)) is not None:
+        if (padding := _padding(tokens, model)) is not None:
             starts, ends = padding
             # A query that is no padding sees none at the end, as it is causal.
             ends = None if is_causal else ends
@@ -366,11 +370,36 @@ def _packed_lengths(
     return None
 
 
+def _refuse_own_attention(module: torch.nn.Module, *_: Any) -> None:
+    """Called ahead of each submodule that any module gets. A model of transformers has its
+    configuration by its first."""
+    is_theirs = isinstance(module, PreTrainedModel) and type(module).__module__.startswith(
+        "transformers."
+    )
+    config = getattr(module, "config", None) if is_theirs else None
+    if getattr(config, "_attn_implementation", None) == NAME:
+        # transformers' own test of whether a model looks its attention up by name. It reads source
+        # text, and keeps what it finds: without the text it has no answer.
+        getattr(module, "_can_set_attn_implementation", bool)()
+        if getattr(module, "_can_set_attn_implementation_cached_value", None) is False:
+            refuse("models with an attention of their own", str(getattr(config, "model_type", "")))
+
+
+_refusal: RemovableHandle | None = None
+
+
 def register() -> None:
+    global _refusal
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, make_mask)
+    if _refusal is None:
+        _refusal = register_module_module_registration_hook(_refuse_own_attention)
 
 
 def unregister() -> None:
+    global _refusal
+    if _refusal is not None:
+        _refusal.remove()
+        _refusal = None
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)
