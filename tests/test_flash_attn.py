@@ -370,6 +370,8 @@ def test_padding_behind_concatenated_sequences(rows: list[list[int]]) -> None:
     kept = torch.zeros(6 * len(rows), 1, 1).index_fill(0, found, 1).view(-1, 6, 1, 1)
     assert torch.equal(padded, x * kept)
     assert torch.equal(torch.autograd.grad(padded.sum(), x)[0], kept.expand_as(x))
+    with pytest.raises(ValueError, match="longer than hidden_states' 6 tokens"):
+        unpad(x[:1], torch.tensor([[4, 4, 0, 0, 0, 0]]))
 
 
 @torch.no_grad()

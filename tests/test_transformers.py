@@ -439,13 +439,15 @@ OWN_ATTENTION = {
 
 @pytest.mark.parametrize("name", OWN_ATTENTION)
 def test_models_with_an_attention_of_their_own(name: str) -> None:
-    """Refused while they are made. A second registration changes nothing."""
+    """Refused while they are made, as are a user's classes of them. A second registration changes
+    nothing."""
     config = copy.deepcopy(OWN_ATTENTION[name])
     flash_cute.register(transformers=True)
-    what = f"models with an attention of their own (model type '{name}')"
-    with pytest.raises(ValueError, match=re.escape(what)):
-        T.AutoModel.from_config(config, attn_implementation="cute_fa")
-    T.AutoModel.from_config(config, attn_implementation="eager")
+    model = type(T.AutoModel.from_config(config, attn_implementation="eager"))
+    what = f"an attention of their own, as {model.__name__} has (model type '{name}')"
+    for made in (model, type("UsersModel", (model,), {})):
+        with pytest.raises(ValueError, match=re.escape(what)):
+            made._from_config(config, attn_implementation="cute_fa")
 
 
 @torch.no_grad()
@@ -481,6 +483,26 @@ def test_a_mask_that_no_layer_takes() -> None:
     model.set_attn_implementation("cute_fa")
     kept = inputs["attention_mask"].bool()
     torch.testing.assert_close(model(**inputs)[0][kept], expected[kept], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_same_queries_for_a_batch() -> None:
+    config = T.Blip2QFormerConfig(**TEXT, encoder_hidden_size=64, cross_attention_frequency=1)
+    keys, queries = torch.randn(3, 7, 64), torch.randn(1, 5, 64)
+    made = []
+    for name in ("eager", "cute_fa"):
+        torch.manual_seed(0)
+        model = T.Blip2QFormerModel._from_config(config, attn_implementation=name).eval()
+        made.append(model(query_embeds=queries, encoder_hidden_states=keys)[0])
+    torch.testing.assert_close(*made, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_mask_of_three_dimensions() -> None:
+    model = make_model(CAUSAL["llama"])
+    model.set_attn_implementation("cute_fa")
+    with pytest.raises(ValueError, match=r"padding masks of 3 dimensions \(model type 'llama'\)"):
+        model(torch.arange(1, 7)[None], attention_mask=torch.ones(1, 6, 6, dtype=torch.long))
 
 
 @torch.no_grad()

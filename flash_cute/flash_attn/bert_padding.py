@@ -56,8 +56,16 @@ def unpad_input_for_concatenated_sequences(
     Returns:
         The tokens of all sequences (T, ...); their indices among the B * N (T,) int64; cu_seqlens
         (S + 1,) int32 of the S sequences of the batch; the longest sequence.
+
+    Raises:
+        ValueError: a row's sequences are longer than N.
     """
     ends = attention_mask_in_length.sum(-1, keepdim=True)
+    if torch.any(ends > hidden_states.shape[1]):
+        raise ValueError(
+            "attention_mask_in_length has a row whose sequences are longer than hidden_states' "
+            f"{hidden_states.shape[1]} tokens"
+        )
     columns = torch.arange(hidden_states.shape[1], device=ends.device)
     tokens, indices, *_ = unpad_input(hidden_states, columns < ends)
     lengths = attention_mask_in_length[attention_mask_in_length != 0]

@@ -13,8 +13,9 @@ def register(*, torch: bool = False, transformers: bool = False) -> None:
             backend, and `torch.nn.attention.varlen.varlen_attn`. What flash_cute does not serve,
             such as dropout, goes to the kernel that was there. Warns if PyTorch takes cuDNN first.
         transformers: Hugging Face's transformers, 5.17 and newer, has the attention "cute_fa" then:
-            `model.set_attn_implementation("cute_fa")`. What it does not serve raises a ValueError:
-            a model with an attention of its own while it is made with `attn_implementation`.
+            `model.set_attn_implementation("cute_fa")`. What it does not serve raises a ValueError.
+            A model with an attention of its own raises one while it is made with "cute_fa";
+            `set_attn_implementation` leaves it as it is, of which transformers warns.
 
     Raises:
         ImportError: transformers is not installed.

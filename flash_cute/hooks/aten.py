@@ -4,7 +4,7 @@ backend, and `torch.nn.attention.varlen.varlen_attn`.
 csrc/cute_fa2/torch/aten.cpp has what takes the place of PyTorch's kernels. A call that flash_cute
 does not serve goes to PyTorch's kernel, through an op of ours of the same name. So does its
 backward. Its arguments tell dropout, dtypes and head dims; where they tell nothing, as with ALiBi
-slopes, the log-sum-exp that came back to it does.
+slopes, the log-sum-exp that came back to it does, unless it is a copy.
 """
 
 from __future__ import annotations

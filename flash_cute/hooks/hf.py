@@ -2,8 +2,8 @@
 
 transformers makes a mask once per forward, for all layers alike. Ours has no elements. It says what
 each query sees, and it alone decides that: modules say `is_causal` wrongly where they rely on their
-mask. A model that reads the elements gets an error. One that never looks its attention up gets it
-while it is made, if transformers can tell.
+mask. A model that reads the elements is refused when it does. A model with an attention of its own
+is refused while it is made, if transformers can tell that it has one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ DROPOUT = (
 )
 
 
-def refuse(what: str, model: str = "") -> NoReturn:
+def refuse(
+    what: str, model: str = "", instead: str = "use attn_implementation='sdpa' or 'eager'"
+) -> NoReturn:
     where = f" (model type {model!r})" if model else ""
-    instead = "use attn_implementation='sdpa' or 'eager'"
     raise ValueError(f"{NAME} does not serve {what}{where}: {instead}")
 
 
@@ -58,7 +59,7 @@ class Seen:
     starts: Tensor | None = None  #: of the keys that are no padding
     ends: Tensor | None = None  #: likewise; a causal mask needs none
     cu_seqlens: Tensor | None = None  #: where packed sequences begin, in all B * N tokens
-    unserved: str = ""  #: what a layer with this mask refuses
+    unserved: str = ""  #: what a layer with this mask refuses: some models make masks in vain
     model: str = ""
 
 
@@ -213,6 +214,8 @@ def make_mask(
             refuse("packed sequences with padding or a cache", model)
         cu_seqlens = _packed(found["sequences"].expand(batch_size, -1))
     elif attention_mask is not None:
+        if attention_mask.dim() != 2:
+            refuse(f"padding masks of {attention_mask.dim()} dimensions", model)
         # A static cache is longer than its mask, whose end is that of the tokens.
         length = visible if isinstance(visible, int) else kv_length
         tokens = attention_mask[:, kv_offset : kv_offset + length]
@@ -252,6 +255,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query (B, Hq, Nq, D), key (B, Hkv, Nk, D) and value (B,
     Hkv, Nk, Dv); out is (B, Nq, Hq, Dv)."""
+    if query.shape[0] == 1:  # the same queries for all keys
+        query = query.expand(key.shape[0], -1, -1, -1)
     seen = _seen(module, query, key, attention_mask, is_causal)
     given = [
         name
@@ -373,16 +378,25 @@ def _packed_lengths(
 def _refuse_own_attention(module: torch.nn.Module, *_: Any) -> None:
     """Called ahead of each submodule that any module gets. A model of transformers has its
     configuration by its first."""
-    is_theirs = isinstance(module, PreTrainedModel) and type(module).__module__.startswith(
-        "transformers."
+    if not isinstance(module, PreTrainedModel):
+        return
+    config = getattr(module, "config", None)
+    if getattr(config, "_attn_implementation", None) != NAME:
+        return
+    # Of a user's class, the model of transformers that it comes from, if from one.
+    theirs: Any = next(
+        (x for x in type(module).__mro__ if x.__module__.startswith("transformers.models.")), None
     )
-    config = getattr(module, "config", None) if is_theirs else None
-    if getattr(config, "_attn_implementation", None) == NAME:
-        # transformers' own test of whether a model looks its attention up by name. It reads source
-        # text, and keeps what it finds: without the text it has no answer.
-        getattr(module, "_can_set_attn_implementation", bool)()
-        if getattr(module, "_can_set_attn_implementation_cached_value", None) is False:
-            refuse("models with an attention of their own", str(getattr(config, "model_type", "")))
+    # transformers' own test of whether a model looks its attention up by name. It reads source
+    # text, and keeps what it finds: without the text it has no answer.
+    getattr(theirs, "_can_set_attn_implementation", bool)()
+    if getattr(theirs, "_can_set_attn_implementation_cached_value", None) is False:
+        refuse(
+            f"models with an attention of their own, as {theirs.__name__} has",
+            str(getattr(config, "model_type", "")),
+            "leave attn_implementation out, or name the parts of the model that are served, as in "
+            f"attn_implementation={{'text_config': {NAME!r}}}",
+        )
 
 
 _refusal: RemovableHandle | None = None
