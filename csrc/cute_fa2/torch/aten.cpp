@@ -135,8 +135,8 @@ Tensor marked(const Tensor& lse) {
   return torch::stable::copy_(copy, lse);
 }
 
-// A copy of the log-sum-exp, as hooks for saved tensors make, has no mark: its backward is ours. The
-// size of the storage tells a mark from most slices of ours.
+// A copy of the log-sum-exp, as hooks for saved tensors make, has no mark: its backward is ours.
+// The size of the storage tells a mark from most slices of ours.
 bool is_marked(const Tensor& lse) {
   int64_t bytes;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(lse.get(), &bytes));
