@@ -98,6 +98,8 @@ PACKED = [
 PACKED_SM90 = [
     Fault("ragged-end", "= sequence.first_k + sequence.len_k + 1", WRONG),
     Fault("last-store", "= false", f"{WRITTEN}|{BOUNDS}|{WRONG}"),
+    Fault("bwd90-last-store", "= false", f"{WRITTEN}|{BOUNDS}|{WRONG}"),
+    Fault("bwd90-store-wait", "", "which a TMA store of warp .* (still reads|has read)"),
 ]
 FAULTS = [*BOTH, *SM80, *SM90, *BACKWARD, *BACKWARD_SM90, *PACKED, *PACKED_SM90]
 

@@ -25,11 +25,14 @@ BwdOverrides parse_bwd_overrides(const std::string& text);
 
 // How TMA knows the tensors of a call (sm90/tensor_map.h).
 struct BwdTensorMaps {
-  static constexpr int kRows = 64;  // of a box, with a strip of the head dim
+  static constexpr int kRows = 64;      // of a box, with a strip of the head dim
+  static constexpr int kWarpRows = 16;  // of one of dk and dv
   CUtensorMap q;
   CUtensorMap dout;
   CUtensorMap k;
   CUtensorMap v;
+  CUtensorMap dk;  // in one pass, unless CTAs share the heads of a group
+  CUtensorMap dv;
   // MaskKind::kPacked: the same, but each ends where a sequence does (sm90/tensor_map.cpp).
   CUtensorMap ragged_q;
   CUtensorMap ragged_dout;

@@ -54,13 +54,13 @@ CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
   add(a.hi, b.hi);
 }
 
-// C += A B^T in fp32, with B from shared memory. The tensor cores truncate each sum, which is a
-// bias. So kSteps k8 steps are summed from zero, 16 kPairs columns after the other, and fp32 adds
-// that to C. A product waits for the one before in its sum, so there are some sums. Likewise kSteps
-// of A are split together: all would be too many for the registers. `copy_a(k)` brings A's
-// fragments. `meanwhile` is called once, ahead of the first product.
-template <class LoadB, int kSteps, int kPairs, class TiledMma, class A, class CopyA, class SmemB,
-          class C, class Meanwhile = DoNothing>
+// C += A B^T in fp32, with B from shared memory; with kFromZero C = A B^T. The tensor cores
+// truncate each sum, which is a bias. So kSteps k8 steps are summed from zero, 16 kPairs columns
+// after the other, and fp32 adds that to C. A product waits for the one before in its sum, so there
+// are some sums. Likewise kSteps of A are split together: all would be too many for the registers.
+// `copy_a(k)` brings A's fragments. `meanwhile` is called once, ahead of the first product.
+template <class LoadB, int kSteps, int kPairs, bool kFromZero = false, class TiledMma, class A,
+          class CopyA, class SmemB, class C, class Meanwhile = DoNothing>
 CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a,
                              const SmemB& sB, C& rC, const Meanwhile& meanwhile = {}) {
   using namespace cute;
@@ -100,7 +100,10 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
         CUTE_UNROLL
         for (int n = 0; n < kColumns; ++n) {
           CUTE_UNROLL
-          for (int j = 0; j < 4; ++j) rC(j, m, kColumns * i + n) += sum(j, m, n);
+          for (int j = 0; j < 4; ++j) {
+            float& c = rC(j, m, kColumns * i + n);
+            c = kFromZero && first == 0 ? sum(j, m, n) : c + sum(j, m, n);
+          }
         }
       }
     }

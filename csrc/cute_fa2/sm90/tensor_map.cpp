@@ -171,12 +171,13 @@ std::string encode_fwd_maps(const FwdParams& params, const FwdPlan& plan, Tensor
 }
 
 std::string encode_bwd_maps(const BwdParams& params, const BwdPlan& plan, BwdTensorMaps& maps) {
-  const auto rows = [](const auto& view, int heads, int rows, int columns, int tile_columns) {
+  const auto rows = [](const auto& view, int heads, int rows, int columns, int tile_columns,
+                       int box_rows = BwdTensorMaps::kRows) {
     const int strip = FwdConfigSm90::strip(tile_columns);
-    return Tiling{view, heads, 1, rows, columns, strip, 1, BwdTensorMaps::kRows};
+    return Tiling{view, heads, 1, rows, columns, strip, 1, box_rows};
   };
-  const int head_dim = kBwdTilesSm90[plan.tile].keys.head_dim;
-  const int head_dim_v = kBwdTilesSm90[plan.tile].keys.head_dim_v;
+  const BwdConfigSm90& config = kBwdTilesSm90[plan.tile].keys;
+  const int head_dim = config.head_dim, head_dim_v = config.head_dim_v;
   Encoder encoder(params);
   const auto add = [&](CUtensorMap& map, CUtensorMap& ragged, auto tiling) {
     encoder.add(map, tiling);
@@ -189,6 +190,13 @@ std::string encode_bwd_maps(const BwdParams& params, const BwdPlan& plan, BwdTen
       rows(params.dout, heads_q, params.len_q, params.head_dim_v, head_dim_v));
   add(maps.k, maps.ragged_k, rows(params.k, heads_kv, params.len_k, params.head_dim, head_dim));
   add(maps.v, maps.ragged_v, rows(params.v, heads_kv, params.len_k, params.head_dim_v, head_dim_v));
+  if (config.is_one_pass() && plan.head_splits == 1) {
+    constexpr int kWarpRows = BwdTensorMaps::kWarpRows;
+    encoder.add(maps.dk,
+                rows(params.dk, heads_kv, params.len_k, params.head_dim, head_dim, kWarpRows));
+    encoder.add(maps.dv,
+                rows(params.dv, heads_kv, params.len_k, params.head_dim_v, head_dim_v, kWarpRows));
+  }
   return encoder.refusal();
 }
 

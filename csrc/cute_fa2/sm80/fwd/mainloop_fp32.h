@@ -17,9 +17,13 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   using typename Base::LoadK, typename Base::LoadQ, typename Base::LoadVt;
   using typename Base::ShapeS, typename Base::TiledMma;
   static constexpr int kMmaM = kBlockM / kMmaRows;
-  // What P V sums from zero (staged_gemm): so many k8 steps, and so many columns by 16. With two
-  // MMAs along the rows and 128 columns of O, hi and lo of more steps would spill.
-  static constexpr int kSteps = kMmaM == 2 && Traits::kHeadDimV > 64 ? 1 : 4;
+  // What P V and S sum from zero (staged_gemm): so many k8 steps, and so many columns by 16. The
+  // fewer, the less is truncated; of S that is a bias of all scores of a row, so it goes into the
+  // log-sum-exp. At head dim 64 packed and scored masks would spill, and with two MMAs along the
+  // rows and 128 columns of O two steps of P V.
+  static constexpr bool kWouldSpill = has_sequences(kMask) && Traits::kHeadDim == 64;
+  static constexpr int kSteps = kWouldSpill ? 4 : kMmaM == 2 && Traits::kHeadDim > 64 ? 1 : 2;
+  static constexpr int kStepsOfS = !kWouldSpill ? 1 : kMask == MaskKind::kPacked ? 2 : 4;
   static constexpr int kPairs = 2 / kMmaM;
 
  public:
@@ -84,11 +88,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
     auto load_q = LoadQ{}.get_slice(thread);
     auto tXsQ = load_q.partition_S(sQ());  // (ldmatrix, MMA_M, D / 8)
     auto tXrQ = load_q.retile_D(tSrQ);     // as tXsQ
-    clear(tSrS);
-    // S sums fewer: truncation is a bias of all scores of a row, so it goes into the log-sum-exp.
-    // Scored masks would spill.
-    constexpr int kStepsOfS = kMask == MaskKind::kScored ? kSteps : cute::min(kSteps, 2);
-    staged_gemm<LoadK, kStepsOfS, cute::min(kPairs, kBlockN / 16)>(
+    staged_gemm<LoadK, kStepsOfS, cute::min(kPairs, kBlockN / 16), true>(
         TiledMma{}, thread, tSrQ, [&](int k) { copy(LoadQ{}, tXsQ(_, _, k), tXrQ(_, _, k)); },
         sK(n_block), tSrS);
   }

@@ -26,6 +26,7 @@ struct BwdKernel {
   using Arguments = BwdArguments;
   using SharedMemory = typename Traits::SharedMemory;
   using Mainloop = BwdMainloop<Traits, kMask>;
+  using KeysStore = sm90::KeysStore<Traits, has_sequences(kMask)>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     using namespace cute;
@@ -34,6 +35,10 @@ struct BwdKernel {
     if (arguments.dq_by == DqBy::kOwnKernel) platform::let_next_begin();
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
+      if (params.head_splits == 1) {
+        hopper::prefetch_tensor_map(arguments.maps.dk);
+        hopper::prefetch_tensor_map(arguments.maps.dv);
+      }
       BwdPipeline<Traits>::init_barriers(smem, arguments.dq_by);
       hopper::fence_barrier_init();
     }
@@ -67,19 +72,13 @@ struct BwdKernel {
         Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
         mainloop.make_dq_of_sums();  // the adder reads this tile's last part meanwhile
-        using Element = typename Traits::Element;
-        Element* const staged = mainloop.wait_for_staging();
-        store_keys<Element, typename Traits::MmaDk, typename Traits::ShapeDk, Traits::kConsumers,
-                   true>(arguments, tile, sequence, consumer,
-                         {params.dk, params.workspace.dk, params.head_dim, params.scale.scale},
-                         tdKrdK, staged);
-        store_keys<Element, typename Traits::MmaDv, typename Traits::ShapeDv, Traits::kConsumers,
-                   true>(arguments, tile, sequence, consumer,
-                         {params.dv, params.workspace.dv, params.head_dim_v, 1.f}, tdVrdV, staged);
+        KeysStore::run(arguments, tile, sequence, consumer, tdKrdK, tdVrdV,
+                       mainloop.wait_for_staging());
         mainloop.end_tile();
       });
       const TileCoord none{};
       Mainloop(arguments, none, Sequence{}, smem, consumer, state).make_dq_of_sums();
+      KeysStore::wait_until_read();  // before the CTA ends
     }
   }
 };

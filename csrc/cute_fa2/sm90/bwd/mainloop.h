@@ -64,6 +64,7 @@ class BwdMainloop {
   CUTE_DEVICE void run(const QueryWalk& walk, Dk& tdKrdK, Dv& tdVrdV) {
     cute::clear(tdKrdK);
     cute::clear(tdVrdV);
+    KeysStore<Traits, has_sequences(kMask)>::wait_until_read();  // of the tile before
     if (walk.is_empty()) return;
     smem_.k_full.wait(state_.kv_parity);  // K has arrived
     smem_.v_full.wait(state_.kv_parity);  // so has V
@@ -80,8 +81,8 @@ class BwdMainloop {
   CUTE_DEVICE Element* wait_for_staging() {
     smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);
     constexpr int kSize = decltype(cute::size(typename Traits::ShapeQ{}))::value;
-    constexpr int kColumns = cute::max(Traits::kHeadDim, Traits::kHeadDimV);
-    static_assert(staged_size(kColumns) * sizeof(Element) <= kSize / 4 * sizeof(float));
+    // dK and dV of 16 bits have the space of a part, which has 32.
+    static_assert(Traits::kHeadDim == Traits::kHeadDimV && Traits::kConsumerKeys == kBlockM);
     return reinterpret_cast<Element*>(WarpgroupSums::of_warp<kSize>(smem_.dq[consumer_]));
   }
 

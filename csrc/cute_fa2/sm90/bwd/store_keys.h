@@ -8,6 +8,7 @@
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "sm90/bwd/arguments.h"
+#include "sm90/bwd/layouts.h"
 #include "sm90/bwd/sums.h"
 #include "sm90/hopper.h"
 
@@ -20,61 +21,11 @@ struct KeysGradient {
   float factor;
 };
 
-// How a warp stages its 16 rows: with a chunk of 16 bytes more in each, a chunk of 8 rows lies in
-// all banks.
-constexpr int kStagedRows = 16, kStagedChunk = 8;
-constexpr int staged_size(int columns) { return kStagedRows * (columns + kStagedChunk); }
-
-// The warp's rows, from row `row0` of the place on: factor x accumulator. They go through `staged`,
-// which is the warp's own, so that neighbouring lanes store neighbouring chunks.
-template <int kColumns, class Element, class Accumulator>
-CUTE_DEVICE void store_staged(const GradientPlace& place, int row0, float factor,
-                              const Accumulator& accumulator, Element* staged) {
-  using namespace cute;
-  constexpr int kRows = kStagedRows, kChunk = kStagedChunk, kPitch = kColumns + kChunk;
-  const int lane = hopper::thread_in_warpgroup() % 32;
-  Element* const to = staged + lane % kRows * kPitch + lane / kRows * kChunk;
-  CUTE_UNROLL
-  for (int column = 0; column < kColumns; column += 16) {
-    auto eight = make_tensor<float>(_8{});  // ((2 columns, 2 rows), 2 x 8 columns)
-    CUTE_UNROLL
-    for (int i = 0; i < 8; ++i) eight(i) = factor * accumulator(column / 2 + i);
-    auto words = make_tensor<uint32_t>(_4{});
-    convert_to_words<Element>(eight, words);
-    const uint32_t block[4] = {words(0), words(1), words(2), words(3)};
-    hopper::stmatrix(to + column, block);
-  }
-  hopper::sync_warp();  // all rows are there
-
-  constexpr int kChunks = kColumns / kChunk;
-  constexpr int kOfLane = kRows * kChunks / 32;
-  uint128_t chunks[kOfLane];
-  CUTE_UNROLL
-  for (int i = 0; i < kOfLane; ++i) {
-    const int index = i * 32 + lane;
-    chunks[i] = *reinterpret_cast<const uint128_t*>(staged + index / kChunks * kPitch +
-                                                    index % kChunks * kChunk);
-  }
-  const TensorView<void*>& view = place.view;
-  Element* const first = static_cast<Element*>(view.data) + place.batch * view.stride_batch +
-                         place.head * view.stride_head + place.first * view.stride_row;
-  CUTE_UNROLL
-  for (int i = 0; i < kOfLane; ++i) {
-    const int index = i * 32 + lane, row = row0 + index / kChunks,
-              column = index % kChunks * kChunk;
-    if (row >= place.rows || column >= place.columns) continue;
-    *reinterpret_cast<uint128_t*>(first + row * view.stride_row + column) = chunks[i];
-  }
-  hopper::sync_warp();  // all rows have been read
-}
-
-// Of the keys of warpgroup `part` of `kParts` of the tile, which has `Shape` of them each. With
-// kIsStaged through `staged`, shared memory of this warp.
-template <class Element, class Mma, class Shape, int kParts, bool kIsStaged = false,
-          class Accumulator>
+// Of the keys of warpgroup `part` of `kParts` of the tile, which has `Shape` of them each.
+template <class Element, class Mma, class Shape, int kParts, class Accumulator>
 CUTE_DEVICE void store_keys(const BwdArguments& arguments, const TileCoord& tile,
                             const Sequence& sequence, int part, const KeysGradient& gradient,
-                            Accumulator& accumulator, Element* staged = nullptr) {
+                            Accumulator& accumulator) {
   const BwdParams& params = arguments.params;
   if (params.head_splits > 1) {
     const int64_t tiles = int64_t{tile.split} * params.batch + tile.batch;
@@ -85,15 +36,89 @@ CUTE_DEVICE void store_keys(const BwdArguments& arguments, const TileCoord& tile
   constexpr int kKeys = decltype(cute::size<0>(Shape{}))::value;
   const GradientPlace place = {gradient.view,    tile.batch,     tile.head,
                                sequence.first_k, sequence.len_k, gradient.columns};
-  const int row0 = (tile.m_block * kParts + part) * kKeys;
-  if constexpr (kIsStaged) {
-    store_staged<decltype(cute::size<1>(Shape{}))::value>(
-        place, row0 + hopper::warp_in_warpgroup() * kStagedRows, gradient.factor, accumulator,
-        staged);
-  } else {
-    store_gradient<Element, Mma, Shape>(place, row0, gradient.factor, accumulator,
-                                        hopper::thread_in_warpgroup());
-  }
+  store_gradient<Element, Mma, Shape>(place, (tile.m_block * kParts + part) * kKeys,
+                                      gradient.factor, accumulator, hopper::thread_in_warpgroup());
 }
+
+// The same of a consumer of one pass, of dK and dV. Each warp lays its 16 rows into `staged`, its
+// own, as TMA stores them.
+template <class Traits, bool kHasSequences>
+class KeysStore {
+  using Element = typename Traits::Element;
+  static constexpr int kRows = BwdTensorMaps::kWarpRows;
+  static_assert(4 * kRows == Traits::kConsumerKeys);
+
+ public:
+  template <class Dk, class Dv>
+  static CUTE_DEVICE void run(const BwdArguments& arguments, const TileCoord& tile,
+                              const Sequence& sequence, int consumer, Dk& tdKrdK, Dv& tdVrdV,
+                              Element* staged) {
+    const BwdParams& params = arguments.params;
+    const float scale = params.scale.scale;
+    const int row0 = (tile.m_block * Traits::kConsumers + consumer) * Traits::kConsumerKeys +
+                     hopper::warp_in_warpgroup() * kRows;
+    // The map does not know where a sequence ends that another one follows.
+    const bool is_last = kHasSequences && row0 + kRows > sequence.len_k;  // fault: bwd90-last-store
+    if (is_last || params.head_splits > 1) {
+      store_keys<Element, typename Traits::MmaDk, typename Traits::ShapeDk, Traits::kConsumers>(
+          arguments, tile, sequence, consumer,
+          {params.dk, params.workspace.dk, params.head_dim, scale}, tdKrdK);
+      store_keys<Element, typename Traits::MmaDv, typename Traits::ShapeDv, Traits::kConsumers>(
+          arguments, tile, sequence, consumer,
+          {params.dv, params.workspace.dv, params.head_dim_v, 1.f}, tdVrdV);
+      return;
+    }
+    constexpr int kStrip = Traits::kStrip, kStripV = Traits::kStripV;
+    Element* const staged_v = staged + kRows * Traits::kHeadDim;
+    stage<Traits::kHeadDim, kStrip>(staged, scale, tdKrdK);
+    stage<Traits::kHeadDimV, kStripV>(staged_v, 1.f, tdVrdV);
+    // What each lane wrote is visible to TMA, and once all lanes are here, to the first one's
+    // boxes.
+    hopper::fence_async_proxy();
+    hopper::sync_warp();
+    if (!hopper::is_first_lane()) return;
+    const int row = static_cast<int>(sequence.first_k) + row0;
+    const auto store = [&](const CUtensorMap& map, const TensorView<void*>& view, Element* from,
+                           int columns, int strip) {
+      CUTE_UNROLL
+      for (int column = 0; column < columns; column += strip) {
+        hopper::tma_store(map, from + column * kRows, column, 0, row, tile.head,
+                          view.stride_batch != 0 ? tile.batch : 0);
+      }
+    };
+    store(arguments.maps.dk, params.dk, staged, Traits::kHeadDim, kStrip);
+    store(arguments.maps.dv, params.dv, staged_v, Traits::kHeadDimV, kStripV);
+    hopper::tma_store_commit();
+  }
+
+  // Whether TMA has read what this warp staged: then it may write there again.
+  static CUTE_DEVICE void wait_until_read() {
+    if (hopper::is_first_lane()) hopper::tma_store_wait<0>();  // fault: bwd90-store-wait
+    hopper::sync_warp();
+  }
+
+ private:
+  // The warp's rows of factor x accumulator, a strip of columns after the other.
+  template <int kColumns, int kStrip, class Accumulator>
+  static CUTE_DEVICE void stage(Element* staged, float factor, const Accumulator& accumulator) {
+    using namespace cute;
+    using Layout = decltype(as_position_independent_swizzle_layout(
+        ByRows<Element, Tile<kRows, kStrip>, kStrip>{}));
+    const int lane = hopper::thread_in_warpgroup() % 32;
+    // Where this lane's chunk of columns 0 to 15 lies; `first ^ column` is that of later columns.
+    const int first = Layout{}(lane % kRows, lane / kRows * 8);
+    CUTE_UNROLL
+    for (int column = 0; column < kColumns; column += 16) {
+      auto eight = make_tensor<float>(_8{});  // ((2 columns, 2 rows), 2 x 8 columns)
+      CUTE_UNROLL
+      for (int i = 0; i < 8; ++i) eight(i) = factor * accumulator(column / 2 + i);
+      auto words = make_tensor<uint32_t>(_4{});
+      convert_to_words<Element>(eight, words);
+      const uint32_t block[4] = {words(0), words(1), words(2), words(3)};
+      hopper::stmatrix(staged + column / kStrip * kStrip * kRows + (first ^ (column % kStrip)),
+                       block);
+    }
+  }
+};
 
 }  // namespace flash_cute::sm90
