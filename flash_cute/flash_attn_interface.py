@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flash_cute
 from flash_cute import layouts
 from flash_cute.flash_attn.flash_attn_interface import CACHES, append
 from flash_cute.layouts import Window, refuse
@@ -183,6 +184,31 @@ def flash_attn_with_kvcache(
         options["max_seqlen_q"] = max_seqlen_q
         results = layouts.packed(q, keys, values, cu_seqlens_q, begins, options)
     return results if return_softmax_lse else results[0]
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, softmax_lse) of splits of the keys, from out_partial (splits, B, N, H, D) and
+    lse_partial (splits, B, N, H), by `flash_cute.merge`: (B, N, H, D), of out_dtype, and (B, N,
+    H). With `out` it is written there."""
+    layouts.check_dims("(splits, B, N, H, D)", out_partial=out_partial)
+    layouts.check_dims("(splits, B, N, H)", lse_partial=lse_partial)
+    outs = out_partial.transpose(2, 3).unbind()
+    merged, lse = flash_cute.merge(outs, lse_partial.transpose(2, 3).unbind())
+    merged = merged.transpose(1, 2).to(out_dtype or out_partial.dtype)
+    if out is not None:
+        layouts.check_like("out", out, merged)
+        merged = out.copy_(merged)
+    return merged, lse.transpose(1, 2)
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:
+    """None, which `flash_attn_with_kvcache` takes as `scheduler_metadata`: flash_cute plans in each
+    call."""
 
 
 def _flash_attn_forward(

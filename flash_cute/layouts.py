@@ -53,6 +53,15 @@ def check_dims(shape: str, **tensors: Any) -> None:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
 
 
+def check_like(name: str, x: Tensor, wanted: Tensor) -> None:
+    """Raises a TypeError or ValueError if x has not the shape, dtype and device of `wanted`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {checks.shown(x)}: it must be a torch.Tensor")
+    given, right = ((tuple(y.shape), y.dtype, str(y.device)) for y in (x, wanted))
+    if given != right:
+        raise ValueError(f"{name} has shape, dtype and device {given}: they must be {right}")
+
+
 def check_head_dims(q: Tensor, v: Tensor) -> None:
     """Raises a ValueError if they differ: FlashAttention-2 has one, other functions take two."""
     if not isinstance(q, Tensor) or not isinstance(v, Tensor) or not q.dim() == v.dim() > 0:

@@ -72,6 +72,7 @@ SIGNATURES: list[tuple[Any, str, str]] = [
         f"{DESCALE}softmax_scale causal window_size attention_chunk softcap rotary_interleaved "
         "scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse",
     ),
+    (fa3, "flash_attn_combine", "out_partial lse_partial out out_dtype"),
     (
         fa3, "_flash_attn_backward",
         f"dout {QKV}out softmax_lse cu_seqlens_q cu_seqlens_k sequed_q sequed_k max_seqlen_q "
@@ -372,6 +373,28 @@ def test_padding_behind_concatenated_sequences(rows: list[list[int]]) -> None:
     assert torch.equal(torch.autograd.grad(padded.sum(), x)[0], kept.expand_as(x))
     with pytest.raises(ValueError, match="longer than hidden_states' 6 tokens"):
         unpad(x[:1], torch.tensor([[4, 4, 0, 0, 0, 0]]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_combine(device: str) -> None:
+    shape, dtype = (2, 9, 3, 16), torch.bfloat16
+    q, *splits = (x.detach() for x in tensors(device, *[shape] * 7))
+    parts = [fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+             for k, v in zip(splits[::2], splits[1::2], strict=True)]  # fmt: skip
+    outs = torch.stack([out.float() for out, _ in parts])
+    lses = torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    keys, values = torch.cat(splits[::2], 1), torch.cat(splits[1::2], 1)
+    out, lse = fa3.flash_attn_func(q, keys, values, return_attn_probs=True)
+
+    space = torch.empty(shape, dtype=dtype, device=device)
+    combined, combined_lse = fa3.flash_attn_combine(outs, lses, space, dtype)
+    assert combined is space
+    torch.testing.assert_close(combined, out.to(dtype), rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(combined_lse, lse.transpose(1, 2), rtol=1e-3, atol=1e-5)
+    assert fa3.flash_attn_combine(outs, lses)[0].dtype == torch.float32
+    with pytest.raises(ValueError, match="out has shape, dtype and device"):
+        fa3.flash_attn_combine(outs, lses, space)
+    assert fa3.get_scheduler_metadata(2, 9, 27, 3, 3, 16, None) is None
 
 
 @torch.no_grad()

@@ -18,6 +18,8 @@ from flash_cute.flash_attn.flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
+__version__ = "2.8.3"  #: Of the package whose functions these are: programs ask for it.
+
 __all__ = [
     "bert_padding",
     "flash_attn_func",
