@@ -83,6 +83,10 @@ FULL = {
     "roberta": T.RobertaConfig(**TEXT),
     "esm": T.EsmConfig(**TEXT, position_embedding_type="rotary", token_dropout=False),
     "modernbert": T.ModernBertConfig(**TEXT, local_attention=6, global_attn_every_n_layers=2),
+    "gemma3, for embeddings": T.Gemma3TextConfig(  # bidirectional windows
+        **WINDOWED, head_dim=16, layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention=True,
+    ),
     "llama, not causal": T.LlamaConfig(**DECODER, is_causal=False),  # its modules say is_causal
     "vit": T.ViTConfig(**VISION),
     "siglip_vision": T.SiglipVisionConfig(**VISION),

@@ -31,6 +31,8 @@ IGNORED = {
     "cache_position", "ignore_index", "logits_to_keep", "num_items_in_batch",
     "output_hidden_states", "position_ids", "shift_labels", "sliding_window", "token_type_ids",
 }  # fmt: skip
+#: A mask function of models that embed: all keys are seen.
+_EVERYTHING: Callable[..., Any] = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731
 #: Where models have the dropout that is not served.
 DROPOUT = (
     "dropout (in the model's configuration, attention_dropout, attn_pdrop or "
@@ -114,7 +116,13 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     if mask_function is bidirectional_mask_function:
         return {}
     maker = getattr(mask_function, "__qualname__", "").split(".")[0]
-    if getattr(mask_function, "__module__", "") != causal_mask_function.__module__:
+    module = getattr(mask_function, "__module__", "")
+    if module.startswith("transformers.models."):  # Gemma 3's, for embeddings
+        if maker == "_bidirectional_window_overlay":
+            side = _parts(mask_function)["sliding_window"] - 1
+            return {"left": side, "right": side}
+        return {} if _has_code_of(mask_function, _EVERYTHING) else None
+    if module != causal_mask_function.__module__:
         return None
     parts = _parts(mask_function)
     if maker == "sliding_window_overlay":
@@ -126,6 +134,8 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     # Within a sequence its positions rise by 1, as tokens do.
     if maker == "remap_positions_for_packed_sequence":
         return read(parts["mask_function"])
+    if maker == "or_masks":
+        return _union([read(mask) for mask in parts["mask_functions"]])
     if maker != "and_masks":
         return None
     joined: dict[str, Any] = {}
@@ -135,6 +145,24 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
             return None
         joined |= found
     return joined
+
+
+def _union(masks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """As `read`, the keys that one of them shows: each shows some about the query's own."""
+    if any(mask is None or "sequences" in mask for mask in masks):
+        return None
+    bands = [{"right": 0 if mask.get("is_causal") else None, **mask} for mask in masks if mask]
+    sides = [[band.get(side) for band in bands] for side in ("left", "right")]
+    if len(bands) < len(masks):  # one shows all
+        return {}
+    left, right = (None if None in side else max(side) for side in sides)
+    union = {"left": left, "right": right, "is_causal": True if right == 0 else None}
+    return {name: x for name, x in union.items() if x is not None}
+
+
+def _has_code_of(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    a, b = function.__code__, other.__code__
+    return (a.co_code, a.co_consts, a.co_names) == (b.co_code, b.co_consts, b.co_names)
 
 
 def _cannot_wait(x: Tensor) -> bool:
