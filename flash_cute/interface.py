@@ -71,7 +71,7 @@ def forward(
         alibi_slopes: (Hq,) or (B, Hq), fp32. slope * |d - j| is taken from the score of key j. They
             have no gradient.
         bias: (B, Hq, Nq, Nk), or 1 in place of some of these; q's dtype or fp32. It is added to the
-            scores after `softcap`. -inf hides a key.
+            scores after `softcap`. -inf hides a key, unless its score is NaN.
         learnable_sink: (Hq,), fp32, fp16 or bf16 (or q's dtype): the score of one more key for each
             head, whose value is 0. Scale, softcap, bias and mask leave it alone.
         seqused_k: (B,), int32: sequence b has the keys below seqused_k[b], and Nk above stands for
@@ -82,8 +82,8 @@ def forward(
             `torch.are_deterministic_algorithms_enabled()` when they are computed. That takes longer
             on a GPU, where otherwise q's gradient is summed in any order; those of k and v, and on
             the CPU all, are always the same.
-        out: (B, Hq, Nq, Dv), of q's dtype and device, which is written and returned. Not where
-            gradients are asked for.
+        out: (B, Hq, Nq, Dv), of q's dtype (autocast's, within it) and device, which is written and
+            returned. Not where gradients are asked for.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
             Ampere on) or "sm90" (on Hopper alone, where they are the default).
 

@@ -45,7 +45,7 @@ def three_passes(
     No exponent is above 0, so nothing overflows. Scores are computed again in each pass, a block of
     keys at a time. So no more than a block of them is kept.
     """
-    row_max, row_sum, out = _start(q)
+    row_max, row_sum, out = _start(q, v)
     for keys in _blocks(k, block_n):
         row_max = torch.maximum(row_max, _scores(q, k, is_causal, keys=keys).amax(-1, keepdim=True))
     for keys in _blocks(k, block_n):
@@ -67,7 +67,7 @@ def two_passes(
     A sum relative to m becomes one relative to m' by the factor e^(m - m'). So the sum need not
     wait for the maximum of the whole row. The second pass is the third of `three_passes`.
     """
-    row_max, row_sum, out = _start(q)
+    row_max, row_sum, out = _start(q, v)
     for keys in _blocks(k, block_n):
         scores = _scores(q, k, is_causal, keys=keys)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
@@ -89,7 +89,7 @@ def one_pass(
     O is a sum of weights as l is, so the same factor rescales it. Nothing waits for the end of the
     row but one division.
     """
-    row_max, row_sum, out = _start(q)
+    row_max, row_sum, out = _start(q, v)
     for keys in _blocks(k, block_n):
         scores = _scores(q, k, is_causal, keys=keys)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
@@ -111,7 +111,7 @@ def chunks(
     The order of keys does not matter, so chunks may run side by side. Flash-Decoding (Dao et al.
     2023) does so where queries are few: split-KV. It keeps an O and an LSE of each chunk.
     """
-    _, _, no_out = _start(q)
+    _, _, no_out = _start(q, v)
     outs, lses = [no_out], [torch.full_like(q[..., :1], -math.inf)]  # those of no keys
     for keys in _blocks(k, block_n):
         scores = _scores(q, k, is_causal, keys=keys)
@@ -142,7 +142,7 @@ def flash_attention_1(
     over K and V, each block of which is read once. The inner one is over Q. So O, m and l of all
     rows go to memory and come back at each key block, and O is divided each time.
     """
-    row_max, row_sum, out = _start(q)
+    row_max, row_sum, out = _start(q, v)
     for keys in _blocks(k, block_n):
         for rows in _blocks(q, block_m):
             scores = _scores(q, k, is_causal, rows, keys)
@@ -200,10 +200,11 @@ def _scores(
     return scores.masked_fill(key[keys] >= end[:, None], -math.inf)
 
 
-def _start(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _start(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """row_max, row_sum and out before the first key."""
     zero = torch.zeros_like(q[..., :1])
-    return torch.full_like(zero, -math.inf), zero, torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    return torch.full_like(zero, -math.inf), zero, out
 
 
 def _exp(scores: Tensor, row_max: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def merge(
 
     Args:
         outs: of each split, (B, H, N, Dv) or packed (T, H, Dv), of one shape and dtype.
-        lses: of each split, (B, H, N) or packed (H, T), fp32 (or fp64), natural logarithms. A row
+        lses: of each split, (B, H, N) or packed (H, T), floating-point, natural logarithms. A row
             of -inf saw no key of its split, and its `out` does not matter.
         learnable_sink: (H,), as `forward` takes it. Give it here alone, as it counts once.
 

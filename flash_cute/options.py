@@ -95,7 +95,7 @@ def _dtypes(name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         return (torch.float32,)
     if name == "bias":
         return torch.float32, dtype
-    return (*FLOATS, dtype) if name == "learnable_sink" else (torch.int32,)
+    return (*FLOATS, dtype) if name == "learnable_sink" else (torch.int32, torch.int64)
 
 
 def _wrong_shape(name: str, x: Tensor, wanted: str) -> ValueError:
@@ -184,7 +184,9 @@ def refusal_of_out(q: Tensor, v: Tensor, out: Any) -> Exception | None:
         return TypeError(f"{dtypes}: they must have the same dtype")
     if out.device != q.device:
         return ValueError(f"out is on {out.device} and q on {q.device}: they must be the same")
-    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)):
+    if out.numel() > 0 and any(
+        n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
+    ):
         return ValueError(f"out has strides {out.stride()}: it must not be expanded")
     if out.requires_grad and torch.is_grad_enabled():
         return ValueError("out requires a gradient: it must not, as it is written")

@@ -156,6 +156,9 @@ def device_here() -> Device:
 
 def request(args: argparse.Namespace, device: Device) -> str:
     """The question as the op takes it: names and numbers."""
+    if args.Dv == 0:  # to the op that is D
+        most = ops.build_info()["max_head_dim"]
+        raise RuntimeError(f"flash_cute: head_dim_v is 0: it must be 1 to {most}")
     window_left, window_right = (-1, 0) if args.causal else args.window
     items = {
         "batch": args.B,

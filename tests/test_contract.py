@@ -343,6 +343,22 @@ def test_no_heads_at_all():
     assert out.shape == q.shape and lse.shape == (2, 0, 8)
 
 
+@pytest.mark.parametrize(
+    "batch, length, head_dim_v", [(2, 8, 24), (2, 8, 1), (2, 0, 24), (0, 8, 24)]
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_where_v_has_its_own_head_dim(device, batch, length, head_dim_v):
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    q, k, v = (
+        torch.zeros(batch, n, 2, columns, dtype=dtype, device=device).transpose(1, 2)
+        for n, columns in ((length, 16), (9, 16), (9, head_dim_v))
+    )
+    out, _ = flash_cute.forward(q, k, v)
+    assert out.stride(-1) == 1
+    assert out.stride() == flash_cute.forward(*(x.to("meta") for x in (q, k, v)))[0].stride()
+    assert flash_cute.forward(q, k, v, out=out)[0] is out
+
+
 @pytest.mark.filterwarnings("error")
 def test_other_numbers_are_scales():
     numpy = pytest.importorskip("numpy")

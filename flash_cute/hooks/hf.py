@@ -8,6 +8,7 @@ is refused while it is made, if transformers can tell that it has one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -149,15 +150,19 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
 
 def _union(masks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """As `read`, the keys that one of them shows: each shows some about the query's own."""
-    if any(mask is None or "sequences" in mask for mask in masks):
-        return None
-    bands = [{"right": 0 if mask.get("is_causal") else None, **mask} for mask in masks if mask]
-    sides = [[band.get(side) for band in bands] for side in ("left", "right")]
-    if len(bands) < len(masks):  # one shows all
-        return {}
-    left, right = (None if None in side else max(side) for side in sides)
-    union = {"left": left, "right": right, "is_causal": True if right == 0 else None}
-    return {name: x for name, x in union.items() if x is not None}
+    bands: list[tuple[float, float]] = []
+    for mask in masks:
+        if mask is None or "sequences" in mask:
+            return None
+        right = 0 if mask.get("is_causal") else mask.get("right", math.inf)
+        bands.append((mask.get("left", math.inf), right))
+    left, right = (max(sides) for sides in zip(*bands, strict=True))
+    union: dict[str, Any] = {} if left == math.inf else {"left": left}
+    if right == 0:
+        union["is_causal"] = True
+    elif right != math.inf:
+        union["right"] = right
+    return union
 
 
 def _has_code_of(function: Callable[..., Any], other: Callable[..., Any]) -> bool:

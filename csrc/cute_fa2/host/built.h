@@ -40,6 +40,9 @@ inline int built_head_dim(const AttentionParams& params) {
     }
   };
   if (is_fp32) {
+    if (head_dim > kMaxHeadDimFp32) {
+      refuse("fp32 is served up to head dim " + std::to_string(kMaxHeadDimFp32));
+    }
     look(kBuiltFp32HeadDims);
   } else {
     look(kBuiltHeadDims);
