@@ -34,23 +34,30 @@ struct SplitFragments {
   }
 };
 
-// One k8 step: rC (4, MMA_M, n) += a (4, MMA_M) b^T (2, n). Products that wait for each other stand
-// apart.
-template <class TiledMma, class A, class B, class C>
-CUTE_DEVICE void gemm_k8(TiledMma mma, const A& a, const B& b, C& rC) {
+// One k8 step: rC (4, MMA_M, kCount) += a (4, MMA_M) b^T (2, kCount). The small products come
+// first. Those that wait for each other stand apart.
+template <class TiledMma, int kMmaM, int kCount, class C>
+CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
+                             const SplitFragments<2, kCount>& b, C& rC) {
   using namespace cute;
-  CUTE_UNROLL
-  for (int m = 0; m < size<1>(a); ++m) {
+  const auto add = [&](const auto& of_a, const auto& of_b) {
     CUTE_UNROLL
-    for (int n = 0; n < size<1>(b); ++n) gemm(mma, rC(_, m, n), a(_, m), b(_, n), rC(_, m, n));
-  }
+    for (int m = 0; m < kMmaM; ++m) {
+      CUTE_UNROLL
+      for (int n = 0; n < kCount; ++n) {
+        gemm(mma, rC(_, m, n), of_a(_, m), of_b(_, n), rC(_, m, n));
+      }
+    }
+  };
+  add(a.lo, b.hi);  // fault: tf32-lo
+  add(a.hi, b.lo);
+  add(a.hi, b.hi);
 }
 
 // C += A B^T in fp32, with B from shared memory; with kFromZero C = A B^T. The tensor cores
 // truncate each sum, which is a bias. So kSteps k8 steps are summed from zero, 16 kPairs columns
-// after the other, and fp32 adds that to C; of these the small products come first, as they lose
-// little. A product waits for the one before in its sum, so there are some sums. Likewise kSteps of
-// A are split together: all would be too many for the registers.
+// after the other, and fp32 adds that to C. A product waits for the one before in its sum, so there
+// are some sums. Likewise kSteps of A are split together: all would be too many for the registers.
 // `copy_a(k)` brings A's fragments. `meanwhile` is called once, ahead of the first product.
 template <class LoadB, int kSteps, int kPairs, bool kFromZero = false, class TiledMma, class A,
           class CopyA, class SmemB, class C, class Meanwhile = DoNothing>
@@ -71,6 +78,7 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
   for (int first = 0; first < size<2>(rB); first += kSteps) {
     CUTE_UNROLL
     for (int k = 0; k < kSteps; ++k) copy_a(first + k);
+    copy_pairs(0, first);
     SplitFragments<4, kMmaM> of_a[kSteps];
     CUTE_UNROLL
     for (int k = 0; k < kSteps; ++k) of_a[k] = SplitFragments<4, kMmaM>(rA(_, _, first + k));
@@ -80,16 +88,13 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
       auto sum =  // (4, MMA_M, kColumns)
           make_tensor<float>(Shape<Shape<_2, _2>, Int<kMmaM>, Int<kColumns>>{});
       clear(sum);
-      SplitFragments<2, kColumns> of_b[kSteps];
       CUTE_UNROLL
       for (int k = 0; k < kSteps; ++k) {
-        copy_pairs(i, first + k);
-        of_b[k] = SplitFragments<2, kColumns>(rB(_, _, first + k), kColumns * i);
-        gemm_k8(mma, of_a[k].lo, of_b[k].hi, sum);  // fault: tf32-lo
-        gemm_k8(mma, of_a[k].hi, of_b[k].lo, sum);
+        const int next = i * kSteps + k + 1;
+        if (next < kSums * kSteps) copy_pairs(next / kSteps, first + next % kSteps);
+        const SplitFragments<2, kColumns> of_b(rB(_, _, first + k), kColumns * i);
+        gemm_3xtf32(mma, of_a[k], of_b, sum);
       }
-      CUTE_UNROLL
-      for (int k = 0; k < kSteps; ++k) gemm_k8(mma, of_a[k].hi, of_b[k].hi, sum);
       CUTE_UNROLL
       for (int m = 0; m < kMmaM; ++m) {
         CUTE_UNROLL

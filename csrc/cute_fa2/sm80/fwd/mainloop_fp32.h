@@ -17,21 +17,13 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   using typename Base::LoadK, typename Base::LoadQ, typename Base::LoadVt;
   using typename Base::ShapeS, typename Base::TiledMma;
   static constexpr int kMmaM = kBlockM / kMmaRows;
-  struct Steps {
-    int s, pv;
-  };
-  // So many k8 steps S and P V sum from zero (staged_gemm), and so many columns by 16. The fewer,
-  // the less is truncated; of S that is a bias of all scores of a row, so it goes into the
-  // log-sum-exp. The more, the fewer additions, but other numbers spill.
-  static constexpr Steps steps() {
-    if (Traits::kHeadDim == 64) {
-      if (kMask == MaskKind::kFull) return {1, 2};
-      if (kMask == MaskKind::kBanded) return {1, 1};
-      return {kMask == MaskKind::kPacked ? 2 : 4, 4};
-    }
-    if (kMmaM == 2) return {kMask == MaskKind::kFull ? 2 : 1, 1};
-    return {Traits::kHeadDim > 128 && kMask == MaskKind::kScored ? 1 : 2, 2};
-  }
+  // What P V and S sum from zero (staged_gemm): so many k8 steps, and so many columns by 16. The
+  // fewer, the less is truncated; of S that is a bias of all scores of a row, so it goes into the
+  // log-sum-exp. At head dim 64 packed and scored masks would spill, and with two MMAs along the
+  // rows and 128 columns of O two steps of P V.
+  static constexpr bool kWouldSpill = has_sequences(kMask) && Traits::kHeadDim == 64;
+  static constexpr int kSteps = kWouldSpill ? 4 : kMmaM == 2 && Traits::kHeadDim > 64 ? 1 : 2;
+  static constexpr int kStepsOfS = !kWouldSpill ? 1 : kMask == MaskKind::kPacked ? 2 : 4;
   static constexpr int kPairs = 2 / kMmaM;
 
  public:
@@ -96,7 +88,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
     auto load_q = LoadQ{}.get_slice(thread);
     auto tXsQ = load_q.partition_S(sQ());  // (ldmatrix, MMA_M, D / 8)
     auto tXrQ = load_q.retile_D(tSrQ);     // as tXsQ
-    staged_gemm<LoadK, steps().s, cute::min(kPairs, kBlockN / 16), true>(
+    staged_gemm<LoadK, kStepsOfS, cute::min(kPairs, kBlockN / 16), true>(
         TiledMma{}, thread, tSrQ, [&](int k) { copy(LoadQ{}, tXsQ(_, _, k), tXrQ(_, _, k)); },
         sK(n_block), tSrS);
   }
@@ -105,7 +97,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   template <class P, class Out>
   CUTE_DEVICE void gemm_pv(unsigned thread, int n_block, P& tSrP, Out& tOrO) const {
     const auto tOrP = as_tf32_operand(tSrP);  // (4, MMA_M, N / 8)
-    staged_gemm<LoadVt, cute::min(steps().pv, kBlockN / 8), kPairs>(
+    staged_gemm<LoadVt, cute::min(kSteps, kBlockN / 8), kPairs>(
         TiledMma{}, thread, tOrP, [](int) {}, sVt(n_block), tOrO);
   }
 };
