@@ -78,12 +78,12 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
   const int heads = params.heads_kv() * static_cast<int>(entries(params)) * plan.head_splits;
   const bool are_few = int64_t{heads} * plan.n_blocks < 8 * int64_t{device.multiprocessors};
   const int64_t in_l2 = device.l2_bytes / 3 * 2 / head_bytes;
-  const int64_t side_by_side = plan.arch == Arch::kSm90         ? std::clamp<int64_t>(in_l2, 4, 8)
-                               : are_few && !params.is_packed() ? heads
-                                                                : in_l2;
+  const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
+                               : are_few                ? heads
+                                                        : in_l2;
   const int head_group = params.is_full() ? 1
                          : params.is_packed()
-                             ? packed_head_group(heads, side_by_side)
+                             ? packed_head_group(heads, in_l2)
                              : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   return {.m_blocks = plan.n_blocks,
           .heads = heads,
