@@ -150,10 +150,10 @@ def out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
     """The output, dense, in q's order of dimensions. Where v has another head dim than q, that lies
-    innermost; and an output that has no order is contiguous."""
+    innermost. An empty one is contiguous then."""
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)
-    if v.shape[-1] == 1 or 0 in (*q.shape, v.shape[-1]):
+    if any(isinstance(size, int) and size == 0 for size in (*q.shape, v.shape[-1])):
         return q.new_empty(out_shape(q, v))
     return torch.empty_like(q.as_strided(out_shape(q, v), (*q.stride()[:-1], 0)))
 

@@ -193,13 +193,14 @@ def flash_attn_combine(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, softmax_lse) of splits of the keys, from out_partial (splits, B, N, H, D) and
-    lse_partial (splits, B, N, H), by `flash_cute.merge`: (B, N, H, D), of out_dtype, and (B, N,
-    H). With `out` it is written there."""
+    lse_partial (splits, B, N, H), by `flash_cute.merge`: (B, N, H, D), of out_dtype (by default
+    that of out_partial), and (B, N, H). With `out` it is written there."""
     layouts.check_dims("(splits, B, N, H, D)", out_partial=out_partial)
     layouts.check_dims("(splits, B, N, H)", lse_partial=lse_partial)
-    outs = out_partial.transpose(2, 3).unbind()
+    dtype = out_dtype or out_partial.dtype
+    outs = out_partial.to(torch.promote_types(out_partial.dtype, dtype)).transpose(2, 3).unbind()
     merged, lse = flash_cute.merge(outs, lse_partial.transpose(2, 3).unbind())
-    merged = merged.transpose(1, 2).to(out_dtype or out_partial.dtype)
+    merged = merged.transpose(1, 2).to(dtype)
     if out is not None:
         layouts.check_like("out", out, merged)
         merged = out.copy_(merged)

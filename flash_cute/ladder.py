@@ -7,9 +7,10 @@ All functions compute the same, each by its own way through the keys:
 Each adds one idea to the one before it. The last rung is FlashAttention-2, which is
 `reference.attention_blockwise`. `python -m examples.ladder` climbs the ladder, beside the kernels.
 
-Shapes are q (B, H, Nq, D), k and v (B, H, Nk, D), out (B, H, Nq, D), lse (B, H, Nq). A causal mask
-is aligned to the bottom right corner. A row that sees no key has out = 0 and lse = -inf. What is
-kept of each row is (B, H, Nq, 1): `row_max` (m in the papers) and `row_sum` (l, or d).
+Shapes are q (B, H, Nq, D), k (B, H, Nk, D), v (B, H, Nk, Dv), out (B, H, Nq, Dv), lse (B, H, Nq). A
+causal mask is aligned to the bottom right corner. A row that sees no key has out = 0 and lse =
+-inf. What is kept of each row is (B, H, Nq, 1): `row_max` (m in the papers) and `row_sum` (l, or
+d).
 """
 
 from __future__ import annotations

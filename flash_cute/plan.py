@@ -124,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tuning", default="", help='overrides, as "arch=80,splits=4"')
     args = parser.parse_args(argv)
+    if args.Dv is not None and args.Dv < 1:  # to the op 0 is D
+        parser.error(f"--Dv is {args.Dv}: it must be 1 or more")
     for name, default, _ in SIZES:
         if getattr(args, name) is None:
             setattr(args, name, getattr(args, str(default)))
@@ -156,9 +158,6 @@ def device_here() -> Device:
 
 def request(args: argparse.Namespace, device: Device) -> str:
     """The question as the op takes it: names and numbers."""
-    if args.Dv == 0:  # to the op that is D
-        most = ops.build_info()["max_head_dim"]
-        raise RuntimeError(f"flash_cute: head_dim_v is 0: it must be 1 to {most}")
     window_left, window_right = (-1, 0) if args.causal else args.window
     items = {
         "batch": args.B,

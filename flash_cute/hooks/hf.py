@@ -118,7 +118,7 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
         return {}
     maker = getattr(mask_function, "__qualname__", "").split(".")[0]
     module = getattr(mask_function, "__module__", "")
-    if module.startswith("transformers.models."):  # Gemma 3's, for embeddings
+    if module.startswith("transformers.models."):  # Gemma 3's, for embeddings, and copies
         if maker == "_bidirectional_window_overlay":
             side = _parts(mask_function)["sliding_window"] - 1
             return {"left": side, "right": side}
@@ -166,8 +166,9 @@ def _union(masks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def _has_code_of(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    a, b = function.__code__, other.__code__
-    return (a.co_code, a.co_consts, a.co_names) == (b.co_code, b.co_consts, b.co_names)
+    codes = (getattr(x, "__code__", None) for x in (function, other))
+    a, b = ((code.co_code, code.co_consts, code.co_names) if code else None for code in codes)
+    return a == b
 
 
 def _cannot_wait(x: Tensor) -> bool:

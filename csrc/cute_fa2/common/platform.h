@@ -160,8 +160,8 @@ struct MmaOf<float> {
 template <class Element>
 using Mma = typename MmaOf<Element>::type;
 
-// The nearest number of TF32. `cvt.rna.tf32.f32` gives the same, but ptxas makes four instructions
-// of it, to keep NaN. Here that may become a number: what is missing of it is NaN still.
+// The nearest number of TF32. `cvt.rna.tf32.f32` gives the same for all but NaN, but ptxas makes
+// four instructions of it. Here NaN may become a number: what is missing of it is NaN still.
 CUTE_DEVICE float round_to_tf32(float x) {
   return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
 }

@@ -118,7 +118,7 @@ inline Tensor new_out(const Tensor& q, int64_t columns, int32_t dtype, int32_t d
   std::copy_n(q.sizes().data(), last + 1, sizes);
   std::copy_n(q.strides().data(), last + 1, strides);
   sizes[last] = columns;
-  if (columns == 1 || std::count(sizes, sizes + last + 1, 0) > 0) {  // there is no order
+  if (std::count(sizes, sizes + last + 1, 0) > 0) {  // there is no order
     int64_t step = 1;
     for (int64_t dim = last; dim >= 0; --dim) {
       strides[dim] = step;

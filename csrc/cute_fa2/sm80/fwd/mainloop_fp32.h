@@ -19,8 +19,8 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   static constexpr int kMmaM = kBlockM / kMmaRows;
   // What P V and S sum from zero (staged_gemm): so many k8 steps, and so many columns by 16. The
   // fewer, the less is truncated; of S that is a bias of all scores of a row, so it goes into the
-  // log-sum-exp. At head dim 64 packed and scored masks would spill, and with two MMAs along the
-  // rows and 128 columns of O two steps of P V.
+  // log-sum-exp. At head dim 64 packed and scored masks would spill with fewer; with two MMAs
+  // along the rows and 128 columns of O, P V would with more.
   static constexpr bool kWouldSpill = has_sequences(kMask) && Traits::kHeadDim == 64;
   static constexpr int kSteps = kWouldSpill ? 4 : kMmaM == 2 && Traits::kHeadDim > 64 ? 1 : 2;
   static constexpr int kStepsOfS = !kWouldSpill ? 1 : kMask == MaskKind::kPacked ? 2 : 4;
