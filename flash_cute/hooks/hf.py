@@ -149,7 +149,7 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _union(masks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """As `read`, the keys that one of them shows: each shows some about the query's own."""
+    """As `read`, of the keys that any of the masks shows: bands, each with the query's own."""
     bands: list[tuple[float, float]] = []
     for mask in masks:
         if mask is None or "sequences" in mask:

@@ -91,14 +91,15 @@ class KeysStore {
     hopper::tma_store_commit();
   }
 
-  // Whether TMA has read what this warp staged: then it may write there again.
+  // Waits until TMA has read what this warp staged. Then all its lanes may write there again.
   static CUTE_DEVICE void wait_until_read() {
     if (hopper::is_first_lane()) hopper::tma_store_wait<0>();  // fault: bwd90-store-wait
     hopper::sync_warp();
   }
 
  private:
-  // The warp's rows of factor x accumulator, a strip of columns after the other.
+  // The warp's 16 rows of factor x accumulator ((2, 2, kColumns / 8), 1, 1), a strip of columns
+  // after the other, swizzled.
   template <int kColumns, int kStrip, class Accumulator>
   static CUTE_DEVICE void stage(Element* staged, float factor, const Accumulator& accumulator) {
     using namespace cute;
