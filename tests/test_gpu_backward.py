@@ -146,6 +146,25 @@ def test_deterministic_by_argument_and_by_torch():
         torch.use_deterministic_algorithms(False)
 
 
+@BOTH_MASKS
+@pytest.mark.parametrize("heads_kv", [16, 2])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_blocks_of_dq_that_ctas_share(head_dim, heads_kv, is_causal, other_work):
+    """sm90: hundreds of CTAs put finished blocks of dq into a queue, and take them from it."""
+    args = arguments(8, 16, 1024, head_dim, heads_kv=heads_kv, is_causal=is_causal)
+    band = {"window_right": 0} if is_causal else {}
+    first = ops.bwd(*args, **band, deterministic=True)[0]
+    in_order = first.float()
+    first.fill_(math.nan)  # whose memory the next one gets: a block that nobody makes is NaN
+    bound = 2 * torch.finfo(BF16).eps * in_order.abs().max().item()
+    for i in range(40):
+        if i % 10 == 5:
+            other_work(10)
+        dq = ops.bwd(*args, **band)[0]
+        assert (dq.float() - in_order).abs().max().item() <= bound
+        dq.fill_(math.nan)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_kernels_and_nothing_else(deterministic):
     """Behind the preprocess one for all gradients, and one that makes dq of sums, or sm90's own for

@@ -32,6 +32,7 @@ void add(emulator::Session& session, const BwdParams& params, const BwdPlan& pla
   add_part("workspace.dbias", workspace.dbias, plan.bias_splits * params.dbias.elements,
            GlobalMemory::Use::kWorkspace);
   add_part("workspace.adders", workspace.adders, blocks_q, in_any);
+  add_part("workspace.finished", workspace.finished, DqFinished::kBlocks + blocks_q, in_order);
   add_part("workspace.tickets", workspace.tickets, 1, in_order);
   add_part("workspace.added", workspace.added, blocks_q, in_order);
   emulator::Workspace::add(session, params.key_tiles);

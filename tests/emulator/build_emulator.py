@@ -167,7 +167,7 @@ def write_ninja(library: Library) -> str:
     # that do not call us back.
     machine = [f"{MACHINE}/{file.name}" for file in sorted(HERE.glob("*.cpp"), key=has_kernels)]
     flags = f"{library.flags} -I{library.sources} -I{library.folder}/variants"
-    compiled = [(f"{BUILD}/machine", file, f"-O3 -g1 -I{SOURCES}") for file in machine]
+    compiled = [(f"{BUILD}/machine", file, f"-O3 -g1 -I{library.sources}") for file in machine]
     compiled += [(library.folder, file, flags) for file in library.files()]
     objects = []
     for folder, file, flags in compiled:

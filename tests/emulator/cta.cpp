@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <iterator>
 #include <new>
+#include <thread>
 
 #include "global_memory.h"
 
@@ -215,7 +216,7 @@ bool Cta::only_one_can_run() const {
 }
 
 void Cta::wait_for_counter(Thread& thread, const int* counter, int value, const void* code) {
-  while (Turns::value(counter) != value) {
+  while (!Turns::has_come(counter, value)) {
     if (!only_one_can_run()) {
       yield(thread);
       continue;
@@ -225,10 +226,24 @@ void Cta::wait_for_counter(Thread& thread, const int* counter, int value, const 
   }
 }
 
-void Cta::raise_flag(const Thread& thread, int* flag, const void* code) {
+void Cta::interrupt(Thread& thread) {
+  if (random() % 2 == 0) yield(thread);
+  if (random() % 2 == 0) std::this_thread::yield();
+}
+
+void Cta::store_number(const Thread& thread, int* word, int number, const void* code) {
+  check_published(thread, code);
+  launch_.turns->store(word, number);
+}
+
+void Cta::check_published(const Thread& thread, const void* code) const {
   if (tma.adds(thread) || thread.added) {
-    emulator::fail(thread, code, "raises a flag, but has not waited for and published its sums");
+    emulator::fail(thread, code, "tells others, but has not waited for and published its sums");
   }
+}
+
+void Cta::raise_flag(const Thread& thread, int* flag, const void* code) {
+  check_published(thread, code);
   launch_.turns->pass(flag);
 }
 

@@ -108,9 +108,14 @@ class Cta {
   void wake(Thread& thread) { warps_[thread.index / 32].runnable |= 1u << thread.index % 32; }
   void yield(Thread& thread) { switch_from(thread); }
 
+  // For the running thread: now and then lets others run, of this CTA and of other workers.
+  void interrupt(Thread& thread);
+
   // For the running thread: turns that threads of the CTA have, and what they add in them. A thread
   // adds in the turn that began before, as barriers tell it.
   void wait_for_counter(Thread& thread, const int* counter, int value, const void* code);
+  void check_published(const Thread& thread, const void* code) const;
+  void store_number(const Thread& thread, int* word, int number, const void* code);
   void raise_flag(const Thread& thread, int* flag, const void* code);
   void begin_turn(Thread& thread, const int* counter, int turn, const void* code);
   void add_in_turn(Thread& thread, const void* code);

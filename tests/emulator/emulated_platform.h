@@ -38,13 +38,17 @@ inline int uniform_in_first_lane(int value) { return value; }
 inline bool any_in_warp(bool predicate) { return emulator::ballot(predicate) != 0; }
 
 inline void reduce_add(float* sum, float x) { emulator::reduce_add(sum, x); }
-inline int next_number(int* counter) { return emulator::next_number(counter); }
+inline int fetch_add(int* counter, int number) { return emulator::fetch_add(counter, number); }
+inline int next_number(int* counter) { return fetch_add(counter, 1); }
+inline int load_acquire(const int* word) { return emulator::load_acquire(word); }
 inline void wait_for_turn(const int* counter, int turn) { emulator::wait_for_turn(counter, turn); }
 inline void let_next_begin() {}
 inline void publish() { emulator::publish(); }
 inline void pass_turn(int* counter) { emulator::pass_turn(counter); }
 inline void raise_flag(int* flag) { emulator::raise_flag(flag); }
 inline void wait_for_flag(const int* flag) { emulator::wait_for_flag(flag); }
+inline void store_number(int* word, int number) { emulator::store_number(word, number); }
+inline int wait_for_number(const int* word) { return emulator::wait_for_number(word); }
 
 inline float flush_denormal(float x) {
   return std::abs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x;

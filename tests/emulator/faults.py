@@ -86,6 +86,8 @@ BACKWARD_SM90 = [
     Fault("bwd90-ds-full", "", READ),
     Fault("bwd90-staged", "", "still reads|has read"),
     Fault("bwd90-dq-complete", "", "has not waited for"),
+    Fault("bwd90-claim", "= platform::fetch_add(waiting, 1) - 1", "nobody has written"),
+    Fault("bwd90-rest", "= FinishedBlocks::kNone", "nobody has written"),
 ]
 PACKED = [
     Fault("packed-band", "= len_k - len_q + 1", WRONG),

@@ -164,9 +164,18 @@ void wait_copies(int groups_in_flight) {
 
 void reduce_add(float* sum, float x) { running->cta->add(*running, sum, {&x, 1}, CALLER); }
 
-int next_number(int* counter) {
+int fetch_add(int* counter, int number) {
   running->cta->check_sum(*running, counter, 4, CALLER);
-  return std::atomic_ref(*counter).fetch_add(1, std::memory_order_relaxed);
+  const int before = std::atomic_ref(*counter).fetch_add(number, std::memory_order_relaxed);
+  running->cta->interrupt(*running);
+  return before;
+}
+
+int load_acquire(const int* word) {
+  running->cta->check_sum(*running, word, 4, CALLER);
+  const int now = Turns::value(word);
+  running->cta->interrupt(*running);
+  return now;
 }
 
 void wait_for_turn(const int* counter, int turn) {
@@ -192,6 +201,17 @@ void raise_flag(int* flag) {
 void wait_for_flag(const int* flag) {
   running->cta->check_sum(*running, flag, 4, CALLER);
   running->cta->wait_for_counter(*running, flag, 1, CALLER);
+}
+
+void store_number(int* word, int number) {
+  running->cta->check_sum(*running, word, 4, CALLER);
+  running->cta->store_number(*running, word, number, CALLER);
+}
+
+int wait_for_number(const int* word) {
+  running->cta->check_sum(*running, word, 4, CALLER);
+  running->cta->wait_for_counter(*running, word, Turns::kAny, CALLER);
+  return Turns::value(word);
 }
 
 namespace {

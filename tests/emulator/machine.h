@@ -40,12 +40,15 @@ void wait_copies(int groups_in_flight);
 // Sums and counters in global memory to which all CTAs of a launch may add: cells of a workspace
 // that an earlier launch has written. Of turns, see csrc/cute_fa2/common/platform.h.
 void reduce_add(float* sum, float x);
-int next_number(int* counter);
+int fetch_add(int* counter, int number);
+int load_acquire(const int* word);
 void wait_for_turn(const int* counter, int turn);
 void publish();
 void pass_turn(int* counter);
 void raise_flag(int* flag);
 void wait_for_flag(const int* flag);
+void store_number(int* word, int number);
+int wait_for_number(const int* word);
 
 // Runs `kernel` for every thread of every CTA, on emulated memories. CTAs start in an order that
 // the session's seed decides; seed 0 leaves them in theirs.

@@ -13,6 +13,7 @@
 #include "launch.h"
 #include "machine.h"
 #include "machine_hopper.h"
+#include "sm90/bwd/finished_blocks.h"
 #include "tma.h"
 
 namespace flash_cute::emulator {
@@ -130,7 +131,23 @@ constexpr struct {
      [](Me& me, int, int) {
        require(me.p.sums[me.thread] == 4 * (me.thread % 4 + 1), "finds another sum");
      }},
-    {"count", [](Me& me, int, int) { next_number(me.p.counter); }},
+    // A queue of blocks in the place of the sums: each thread puts one, and takes what it finds.
+    {"zero_queue",
+     [](Me& me, int, int) {
+       int* const queue = reinterpret_cast<int*>(me.p.sums);
+       queue[DqFinished::kBlocks + me.thread] = -1;
+       if (me.thread < DqFinished::kBlocks) queue[me.thread] = 0;
+       if (me.thread == 0) *me.p.counter = 0;
+     }},
+    {"share_blocks",
+     [](Me& me, int, int) {
+       BwdWorkspace workspace{};
+       workspace.finished = reinterpret_cast<int*>(me.p.sums);
+       sm90::FinishedBlocks blocks(workspace);
+       blocks.put(me.thread);
+       for (int i; (i = blocks.take()) != sm90::FinishedBlocks::kNone;) me.p.out[i] = me.p.in[i];
+     }},
+    {"count", [](Me& me, int, int) { fetch_add(me.p.counter, 1); }},
     {"wait_turn", [](Me& me, int turn, int) { wait_for_turn(me.p.counter, turn); }},
     {"publish", [](Me&, int, int) { publish(); }},
     {"pass_turn", [](Me& me, int, int) { pass_turn(me.p.counter); }},
@@ -244,11 +261,13 @@ extern "C" __attribute__((visibility("default"))) int emulate_small(
   const int64_t bytes = threads * sizeof(Chunk);
   session.global.add({"in", GlobalMemory::Use::kInput, in, {1, 1, 1}, {}, bytes});
   session.global.add({"out", GlobalMemory::Use::kOutput, out, {1, 1, 1}, {}, bytes});
-  alignas(16) float sums[kMaxThreads];
+  alignas(16) float sums[kMaxThreads + flash_cute::DqFinished::kBlocks];
   int counter;
   const std::string text = program;
   if (text.find('|') != text.npos) {
-    const int64_t sum_bytes = threads * sizeof(float);
+    const bool is_queue = text.find("zero_queue") != text.npos;
+    const int64_t sum_bytes =
+        (threads + is_queue * flash_cute::DqFinished::kBlocks) * sizeof(float);
     session.global.add({"sums", GlobalMemory::Use::kWorkspace, sums, {1, 1, 1}, {}, sum_bytes});
     session.global.add(
         {"counter", GlobalMemory::Use::kWorkspace, &counter, {1, 1, 1}, {}, sizeof counter});

@@ -173,6 +173,15 @@ def test_order_of_sums(kernels, is_causal, smem_limit):
     assert not all(torch.equal(first[0], other[0]) for other in in_any)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_of_dq_that_ctas_share(library, seed):
+    """Each finished block is made once, by whichever CTA takes it. CTAs have several tiles each."""
+    sm90 = Emulator(library, 90, workers=4, multiprocessors=2 + seed % 3)
+    sizes = {"heads_kv": [4, 2, 1][seed % 3], "len_k": [600, 900, 2400][seed % 3]}
+    inputs = random_inputs(1, 4, 300, 64 + 64 * (seed % 2), **sizes)
+    sm90.check_backward(*inputs, seed % 2 == 1, head_splits=1, seed=seed)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_calls_of_fp32(sm80, seed):
     inputs, call = random_call(seed, FP32)

@@ -29,6 +29,7 @@ TWO_STORES = (
 BULK_LOAD = "0: arrive 1024; 0: bulk_load 0 1024; "
 
 ZERO = "in; out; zero | "
+SHARE = "zero_queue | share_blocks"
 IN_TURN = "0: wait_turn 0; sync; add; publish; sync; 0: pass_turn; sync; "
 BULK_ADD = "put_number 3; fence_proxy; sync; 0: bulk_add; 0: commit; "
 BULK_IN_TURN = "put_number 3; fence_proxy; sync; 0: wait_turn 0; 0: bulk_add; 0: commit; "
@@ -72,6 +73,7 @@ ALLOWED = {
     "sync; put_number 4; fence_proxy; sync; 9: bulk_add; 9: commit; 9: wait_complete "
     "| expect 100": 0,
     ZERO + BULK_IN_TURN + "0: wait_complete; 0: publish; 0: pass_turn | expect 3": 0,
+    SHARE: 0,
 }
 REFUSED = {
     # Races.

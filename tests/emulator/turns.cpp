@@ -9,6 +9,16 @@ int Turns::value(const int* counter) {
   return std::atomic_ref(*const_cast<int*>(counter)).load(std::memory_order_acquire);
 }
 
+bool Turns::has_come(const int* counter, int turn) {
+  return turn == kAny ? value(counter) >= 0 : value(counter) == turn;
+}
+
+void Turns::store(int* counter, int number) {
+  const std::lock_guard lock(mutex_);
+  std::atomic_ref(*counter).store(number, std::memory_order_release);
+  changed_.notify_all();
+}
+
 void Turns::pass(int* counter) {
   const std::lock_guard lock(mutex_);
   std::atomic_ref(*counter).fetch_add(1, std::memory_order_release);
@@ -28,8 +38,9 @@ std::string Turns::wait(const int* counter, int turn) {
   const bool others_failed = has_failed_;
   waiting_.erase(mine);
   if (is_over) return "";
-  const std::string text = "waits for turn " + std::to_string(turn) + " of a counter at " +
-                           std::to_string(value(counter)) + ": a turn that never comes, as ";
+  const std::string text = "waits for turn " + (turn == kAny ? "0 or more" : std::to_string(turn)) +
+                           " of a counter at " + std::to_string(value(counter)) +
+                           ": a turn that never comes, as ";
   return text + (others_failed ? "another CTA has failed" : "every CTA that runs waits");
 }
 

@@ -13,8 +13,12 @@ class Turns {
  public:
   explicit Turns(int workers) : running_(workers) {}
 
+  static constexpr int kAny = -1;  // in place of a turn: any number from 0 on
+
   static int value(const int* counter);  // now
+  static bool has_come(const int* counter, int turn);
   void pass(int* counter);
+  void store(int* counter, int number);
 
   // Blocks the worker until the counter has reached `turn`. Returns nothing then, else why it never
   // will: all workers wait, or one has failed.
@@ -26,7 +30,7 @@ class Turns {
   struct Waiting {
     const int* counter;
     int turn;
-    bool is_over() const { return value(counter) == turn; }
+    bool is_over() const { return has_come(counter, turn); }
   };
   bool is_stuck() const;
 

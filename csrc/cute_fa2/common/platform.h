@@ -53,17 +53,22 @@ CUTE_DEVICE void let_next_begin() {
 #endif
 }
 
-// The next number of a counter in global memory, from 0 on.
-CUTE_DEVICE int next_number(int* counter) { return atomicAdd(counter, 1); }
+// Adds to a counter in global memory, and returns what it was.
+CUTE_DEVICE int fetch_add(int* counter, int number) { return atomicAdd(counter, number); }
+// Its next number, from 0 on.
+CUTE_DEVICE int next_number(int* counter) { return fetch_add(counter, 1); }
+CUTE_DEVICE int load_acquire(const int* word) {
+  int now;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+  return now;
+}
 // Turns in global memory. One thread of a CTA waits until the counter has reached `turn`; after a
 // barrier the whole CTA sees what was written ahead of the turns before. Only a CTA that already
 // runs may be waited for. pass_turn ends this CTA's turn, in one thread, after `publish` in all of
 // them and a barrier.
 CUTE_DEVICE void wait_for_turn(const int* counter, int turn) {
-  int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now != turn);
+  while (load_acquire(counter) != turn) {
+  }
 }
 CUTE_DEVICE void publish() { __threadfence(); }
 CUTE_DEVICE void pass_turn(int* counter) {
@@ -76,6 +81,18 @@ CUTE_DEVICE void raise_flag(int* flag) {
   asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
 }
 CUTE_DEVICE void wait_for_flag(const int* flag) { wait_for_turn(flag, 1); }
+
+// A number in global memory that is below 0 until one thread stores it. Who has waited for it sees
+// what that thread saw before.
+CUTE_DEVICE void store_number(int* word, int number) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(number) : "memory");
+}
+CUTE_DEVICE int wait_for_number(const int* word) {
+  int now;
+  do now = load_acquire(word);
+  while (now < 0);
+  return now;
+}
 
 // 2^x to about 2 ulp, denormal results flushed to zero: one instruction.
 CUTE_DEVICE float exp2(float x) {

@@ -190,12 +190,20 @@ struct alignas(8) RowGradStats {
 };
 
 // sm90: the tiles of keys that add to a block of dQ's sums, in any order. The first stores its
-// part, the last makes dQ of the sums.
+// part. The last has a finished block.
 struct alignas(16) DqAdders {
   int begun;    // how many have begun to add, or to store
   int stored;   // whether the first one's part is there
   int counted;  // of `expected` that have added: counts from 1 - expected on
   int next;     // list of the blocks that a consumer makes dQ of: the next one's index, or -1
+};
+// sm90: the queue of those blocks to which all have added (sm90/bwd/finished_blocks.h). Places of
+// numbers, 32 bytes apart, and of the blocks behind them.
+struct DqFinished {
+  static constexpr int kPut = 0;      // how many have been put there
+  static constexpr int kWaiting = 8;  // how many wait
+  static constexpr int kTaken = 16;   // how many have been taken
+  static constexpr int kBlocks = 24;  // their indices, or -1: as many as dq has blocks
 };
 
 // What the kernels of a backward hand on. Tiles are as the plan's: rows are padded to whole blocks,
@@ -208,6 +216,7 @@ struct BwdWorkspace {
   float* dv;         // likewise
   float* dbias;      // (bias_splits, elements of dbias) sums; null without splits
   DqAdders* adders;  // sm90: of each block of dq; (batch, heads_q, m_blocks)
+  int* finished;     // sm90: DqFinished, of those to which all have added; else null
   int* tickets;      // how many tiles have been taken, where CTAs take them in turn; else null
   int* added;  // sm80: where dQ's sums are in order, how many key blocks have been added to each
                // block of dq, (batch, heads_q, m_blocks); else null

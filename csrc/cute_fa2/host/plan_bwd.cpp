@@ -141,6 +141,7 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
       memory.take<float>(plan.bias_splits > 1 ? plan.bias_splits * params.dbias.elements : 0);
   const bool is_sm80 = plan.arch == Arch::kSm80;
   workspace.adders = memory.take<DqAdders>(sums && !is_sm80 ? blocks_q : 0);
+  workspace.finished = memory.take<int>(sums && !is_sm80 ? DqFinished::kBlocks + blocks_q : 0);
   workspace.tickets = memory.take<int>(in_order || !is_sm80 ? 1 : 0);
   workspace.added = memory.take<int>(in_order && is_sm80 ? blocks_q : 0);
   return workspace;

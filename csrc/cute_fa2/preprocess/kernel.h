@@ -50,6 +50,10 @@ struct PreprocessKernel {
     const int thread = platform::thread_index();
     const int64_t block = platform::cta_index();
     if (thread == 0 && block == 0 && params.workspace.tickets) *params.workspace.tickets = 0;
+    if (int* const finished = params.workspace.finished) {
+      if (block == 0 && thread < DqFinished::kBlocks) finished[thread] = 0;
+      if (thread == 0) finished[DqFinished::kBlocks + block] = -1;
+    }
     int batch_head, m_block, batch, head;
     arguments.m_blocks(batch_head, m_block, platform::cta_index());
     arguments.heads(batch, head, batch_head);

@@ -1,18 +1,21 @@
 // Adds a consumer's parts of dQ to their sums in memory, beside the consumer: one thread of a warp
 // of the producer's warpgroup. A part comes from shared memory by a bulk copy. Who adds first to a
 // block stores instead, so sums need no zeros ahead. Only for that one do the others wait, and it
-// waits for nobody: a CTA may run or not. Who adds last leaves the block to its consumer, which
-// makes dQ of the sums at the end of its next tile.
+// waits for nobody: a CTA may run or not.
+//
+// Who adds last has a finished block. The CTA that lags behind the others of its head has nearly
+// all of them. So it keeps a few, and any CTA takes the rest. At the end of a tile the adder hands
+// its consumer a list of blocks. The consumer makes dQ of them at the end of its next tile.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "common/platform.h"
 #include "sm90/bwd/arguments.h"
+#include "sm90/bwd/finished_blocks.h"
 #include "sm90/bwd/query_walk.h"
 #include "sm90/bwd/tile_queue.h"
 #include "sm90/hopper.h"
-#include "sm90/pipeline_state.h"
 
 namespace flash_cute::sm90 {
 
@@ -22,37 +25,71 @@ class DqAdder {
   static constexpr int kSize = decltype(cute::size(typename Traits::ShapeQ{}))::value;
 
  public:
+  static constexpr int kNoMoreLists = FinishedBlocks::kNone - 1;  // in place of a list
+
   CUTE_DEVICE DqAdder(const BwdArguments& arguments, SharedMemory& smem, int consumer)
-      : params_(arguments.params), smem_(smem), consumer_(consumer) {}
+      : arguments_(arguments),
+        params_(arguments.params),
+        finished_(params_.workspace),
+        smem_(smem),
+        consumer_(consumer) {}
 
   // The parts of one tile.
   CUTE_DEVICE void run(const KeyTile& tile) {
     const QueryWalk& walk = tile.walk;
-    int finished = -1;
+    int list = FinishedBlocks::kNone;
+    int kept = 0;
     int turn = 0;
-    bool had_turn = false;
     for (QueryBlock block = walk.first(); !walk.is_empty() && walk.has(block);
          block = walk.next(block)) {
       if (turn == consumer_) {
-        smem_.dq_full[consumer_].wait(parity_);  // a part of dQ is there
-        parity_ ^= 1;
-        had_turn = true;
+        smem_.dq_full[consumer_].wait(count_ & 1);  // a part of dQ is there
+        count_ ^= 1;
         const int index = index_of(params_, tile.first_index, block);
         if (add(index)) {
-          params_.workspace.adders[index].next = finished;
-          finished = index;
+          if (kept < arguments_.dq_share) {
+            list = prepend(index, list);
+            ++kept;
+          } else {
+            finished_.put(index);
+          }
         }
       }
       if (++turn == Traits::kConsumers) turn = 0;
     }
-    if (!had_turn) return;
-    // The consumer has read the list of two tiles before: this one's parts came later.
-    smem_.finished[list_.stage][consumer_] = finished;
-    smem_.dq_done[list_.stage][consumer_].arrive();
-    list_.advance();
+    for (int taken = 0; taken < 2 * arguments_.dq_share; ++taken) {
+      const int index = finished_.take();
+      if (index == FinishedBlocks::kNone) break;
+      list = prepend(index, list);
+    }
+    hand_over(list);
+  }
+
+  // Behind the last tile: what is left, a block at a time, as other CTAs take them too. What this
+  // one has put there it takes itself, or another does.
+  CUTE_DEVICE void take_rest() {
+    while (true) {
+      const int index = finished_.take();  // fault: bwd90-rest
+      if (index == FinishedBlocks::kNone) return hand_over(kNoMoreLists);
+      hand_over(prepend(index, FinishedBlocks::kNone));
+    }
   }
 
  private:
+  CUTE_DEVICE int prepend(int index, int list) {
+    params_.workspace.adders[index].next = list;
+    return index;
+  }
+
+  CUTE_DEVICE void hand_over(int list) {
+    platform::publish();  // to the consumer too: it shows what others have added
+    const unsigned lists = count_ / 2, stage = lists % Traits::kLists;
+    count_ += 2;
+    smem_.list_empty[stage][consumer_].wait((lists / Traits::kLists % 2) ^ 1);
+    smem_.list[stage][consumer_] = list;
+    smem_.list_full[stage][consumer_].arrive();
+  }
+
   // Returns whether all parts of the block are there.
   CUTE_DEVICE bool add(int index) {
     DqAdders& adders = params_.workspace.adders[index];
@@ -72,15 +109,18 @@ class DqAdder {
     platform::publish();
     if (is_first) platform::raise_flag(&adders.stored);
     if (platform::next_number(&adders.counted) != 0) return false;
-    platform::publish();  // to the consumer too, it shows what others have added
+    platform::publish();  // it shows what others have added
     return true;
   }
 
+  const BwdArguments& arguments_;
   const BwdParams& params_;
+  FinishedBlocks finished_;
   SharedMemory& smem_;
   int consumer_;
-  uint32_t parity_ = 0;  // of the consumer's parts
-  PipelineState<Traits::kLists> list_;
+  // Twice the lists so far, and the parity of the consumer's parts: one register, as the producer's
+  // warpgroup has few.
+  unsigned count_ = 0;
 };
 
 }  // namespace flash_cute::sm90

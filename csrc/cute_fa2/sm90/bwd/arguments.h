@@ -24,7 +24,8 @@ struct BwdArguments {
   int heads_of_split;
   int heads_kv;
   DqBy dq_by;
-  int tiles;  // of keys, shared out among
+  int dq_share;  // how many blocks of dQ's sums there are for each consumer of a tile
+  int tiles;     // of keys, shared out among
   int ctas;
   PackedTiles packed_tiles;  // in place of the decoder, for MaskKind::kPacked
 

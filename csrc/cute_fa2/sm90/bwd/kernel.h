@@ -58,6 +58,7 @@ struct BwdKernel {
         if (consumer >= Traits::kConsumers) return;
         DqAdder<Traits> adder(arguments, smem, consumer);
         smem.queue.template take<true>([&](const KeyTile& tile) { adder.run(tile); });
+        adder.take_rest();
       }
     } else {
       hopper::register_alloc<kRoles.consumer_registers()>();
@@ -76,8 +77,11 @@ struct BwdKernel {
                        mainloop.wait_for_staging());
         mainloop.end_tile();
       });
-      const TileCoord none{};
-      Mainloop(arguments, none, Sequence{}, smem, consumer, state).make_dq_of_sums();
+      const TileCoord no_tile{};
+      const Sequence no_sequence{};
+      Mainloop last(arguments, no_tile, no_sequence, smem, consumer, state);
+      while (arguments.dq_by == DqBy::kSums && last.make_dq_of_list()) {
+      }
       KeysStore::wait_until_read();  // before the CTA ends
     }
   }

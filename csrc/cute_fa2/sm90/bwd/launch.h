@@ -2,6 +2,7 @@
 // files alone.
 #pragma once
 
+#include <algorithm>
 #include <iterator>
 
 #include "common/grid.h"
@@ -50,6 +51,9 @@ void launch_keys(const BwdPlan& plan, const BwdArguments& arguments, int device,
 
 template <DType kDType, BwdEntrySm90 kEntry, MaskKind kMask>
 void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream) {
+  // Of tiles of a head of K, so that each has its share of the blocks of dQ.
+  const int64_t consumers =
+      int64_t{plan.head_splits} * std::max(params.n_blocks, 1) * kEntry.keys.consumers;
   BwdArguments arguments = {
       plan.tensor_maps,
       params,
@@ -60,6 +64,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
       static_cast<int>(ceil_div(params.group_size, plan.head_splits)),
       params.heads_kv(),
       plan.dq_by,
+      static_cast<int>(ceil_div(int64_t{params.group_size} * params.m_blocks, consumers)),
       plan.order.tiles(),
       plan.ctas,
       PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group)};

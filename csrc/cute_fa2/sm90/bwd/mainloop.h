@@ -15,6 +15,7 @@
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
+#include "sm90/bwd/adder.h"
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/pipeline.h"
 #include "sm90/bwd/products.h"
@@ -87,19 +88,25 @@ class BwdMainloop {
   }
 
   // Behind make_dq_of_sums: from now on this tile is the one before.
-  CUTE_DEVICE void end_tile() { state_.has_list = has_parts_; }
+  CUTE_DEVICE void end_tile() { state_.has_list = arguments_.dq_by == DqBy::kSums; }
 
-  // At the end of a tile: dQ of the blocks to which this consumer was the last to add in the tile
-  // before. By now the adder is done with them.
+  // At the end of a tile: dQ of the blocks that the adder has listed at the end of the one before.
   CUTE_DEVICE void make_dq_of_sums() {
+    if (state_.has_list) make_dq_of_list();
+  }
+
+  // Returns whether another list comes.
+  CUTE_DEVICE bool make_dq_of_list() {
     using namespace cute;
-    if (!state_.has_list) return;
-    const int list = state_.list.stage;
-    smem_.dq_done[list][consumer_].wait(state_.list.parity);
+    const int stage = state_.list.stage;
+    smem_.list_full[stage][consumer_].wait(state_.list.parity);
     state_.list.advance();
-    state_.has_list = false;
+    int index = smem_.list[stage][consumer_];
+    hopper::sync_warp();
+    hopper::arrive_of_warp(smem_.list_empty[stage][consumer_], /*after_accesses=*/true);
+    const bool is_more = index != DqAdder<Traits>::kNoMoreLists;
     CUTE_NO_UNROLL
-    for (int index = smem_.finished[list][consumer_]; index >= 0;) {
+    while (index >= 0) {
       constexpr int kSize = decltype(size(typename Traits::ShapeQ{}))::value;
       const int next = params_.workspace.adders[index].next;
       int batch_head, m_block, batch, head;
@@ -116,6 +123,7 @@ class BwdMainloop {
           params_.scale.scale);
       index = next;
     }
+    return is_more;
   }
 
  private:
@@ -270,7 +278,6 @@ class BwdMainloop {
     // The part before has been read.
     smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);
     state_.dq_parity ^= 1;
-    has_parts_ = true;
     WarpgroupSums::store_to_shared(smem_.dq[consumer_], tdQrdQ);
     // Visible to the bulk copy, once all lanes are here.
     hopper::fence_async_proxy();
@@ -288,7 +295,6 @@ class BwdMainloop {
   int address_;  // of smem_.q, as SharedOperand counts
   State& state_;
   int dq_consumer_ = 0;  // whose turn it is to compute dQ
-  bool has_parts_ = false;
 };
 
 }  // namespace flash_cute::sm90

@@ -46,10 +46,13 @@ struct BwdPipeline {
       smem.ds_empty[stage].init(hopper::kWarpgroup / 32);
     }
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-      // A part of dQ is there; it has been read; all have been added.
+      // A part of dQ is there; it has been read. A list is there; all warps are done with it.
       smem.dq_full[consumer].init(hopper::kArrivalsOfWarp * hopper::kWarpgroup / 32);
       smem.dq_empty[consumer].init(1);
-      for (int list = 0; list < Traits::kLists; ++list) smem.dq_done[list][consumer].init(1);
+      for (int list = 0; list < Traits::kLists; ++list) {
+        smem.list_full[list][consumer].init(1);
+        smem.list_empty[list][consumer].init(hopper::kArrivalsOfWarp * hopper::kWarpgroup / 32);
+      }
     }
   }
 };

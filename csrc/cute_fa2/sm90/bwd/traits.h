@@ -27,7 +27,7 @@ struct BwdTraits {
   static constexpr int kConsumerKeys = kConfig.kConsumerKeys;
   static constexpr int kStages = kConfig.stages;
   static constexpr int kDsStages = kConfig.kDsStages;
-  static constexpr int kLists = 2;  // of this tile and the one before
+  static constexpr int kLists = 2;  // of blocks of dQ, from the adder to its consumer
   static constexpr int kThreads = kConfig.roles().threads();
   static constexpr int kMinCtas = 1;
   static_assert(kConsumers == 2 || kConsumers == 3);
@@ -117,8 +117,9 @@ struct BwdTraits {
     hopper::Barrier ds_empty[kDsStages];
     hopper::Barrier dq_full[kConsumers];
     hopper::Barrier dq_empty[kConsumers];
-    hopper::Barrier dq_done[kLists][kConsumers];
-    int finished[kLists][kConsumers];  // lists of blocks of dQ that the consumer makes of sums
+    hopper::Barrier list_full[kLists][kConsumers];
+    hopper::Barrier list_empty[kLists][kConsumers];
+    int list[kLists][kConsumers];  // of blocks of dQ that the consumer makes of sums: the first one
     TileQueue queue;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
