@@ -125,14 +125,14 @@ SECTIONS = (
     Section(
         "Large head dims",
         "One long document with few heads.",
-        ("large_d_h100",),
+        ("large_d_h200", "large_d_h100"),
     ),
     Section(
         "V with a head dim of its own",
         "D 192/128 is Q and K of 192 columns with V of 128.",
-        ("unequal_h100",),
+        ("unequal_h200", "unequal_h100"),
     ),
-    Section("fp32", "", ("fp32_h100", "fp32_0f530c0_h100", "fp32_01ad88e_h100")),
+    Section("fp32", "", ("fp32_h200", "fp32_h100", "fp32_0f530c0_h100", "fp32_01ad88e_h100")),
     Section(
         "A tile of fp32",
         "`smem_limit=198000` has the tile that was kept, flash_cute here another.",
@@ -231,8 +231,13 @@ SUMMARY: tuple[tuple[str, str, tuple[str, ...], tuple[str | None, str | None]], 
     ("decoding, {} points", "flash_cute", ("fa2", "cudnn"), ("decode", None)),
     ("backward, {} points", "flash_cute", ("fa2", "cudnn"), ("bwd_h100", "bwd_h200")),
     ("packed documents, {} points", "flash_cute", ("fa2",), ("varlen_h100", "varlen_h200")),
-    ("D 320 to 1024 in fp16, {} points", "flash_cute", ("efficient",), ("large_d_h100", None)),
-    ("fp32, {} points", "flash_cute", ("efficient",), ("fp32_h100", None)),
+    (
+        "D 320 to 1024 in fp16, {} points",
+        "flash_cute",
+        ("efficient",),
+        ("large_d_h100", "large_d_h200"),
+    ),
+    ("fp32, {} points", "flash_cute", ("efficient",), ("fp32_h100", "fp32_h200")),
 )
 
 
