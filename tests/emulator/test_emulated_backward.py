@@ -173,6 +173,13 @@ def test_order_of_sums(kernels, is_causal, smem_limit):
     assert not all(torch.equal(first[0], other[0]) for other in in_any)
 
 
+@pytest.mark.parametrize("heads", [33, 45, 70])
+def test_groups_of_heads_in_order(sm90, heads):
+    """The last group is the largest."""
+    for head_dim in (64, 256):
+        sm90.check_backward(*random_inputs(1, heads, 10, head_dim, len_k=200), True)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_blocks_of_dq_that_ctas_share(library, seed):
     """Each finished block is made once, by whichever CTA takes it. CTAs have several tiles each."""

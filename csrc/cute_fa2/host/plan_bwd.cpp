@@ -85,10 +85,16 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
                          : params.is_packed()
                              ? packed_head_group(heads, in_l2)
                              : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
+  // sm90 goes through the first group last. So that its short tiles fill the gaps at the end, it
+  // has 32 heads or more, if L2 has room for them.
+  const int most_first = plan.arch == Arch::kSm90 && !params.is_full() && !params.is_packed()
+                             ? static_cast<int>(std::clamp<int64_t>(in_l2, 1, 32))
+                             : 1;
+  const int first = std::clamp(most_first, 1, heads);
   return {.m_blocks = plan.n_blocks,
           .heads = heads,
           .head_group = head_group,
-          .first_head_group = (heads - 1) % head_group + 1,
+          .first_head_group = first + (heads - first) % head_group,
           .ascending = true,
           .before_last = 0};
 }

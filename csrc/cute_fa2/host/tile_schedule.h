@@ -37,7 +37,8 @@ struct TileGrid {
 // Tiles are numbered head group by head group (L2 swizzle): the K and V of a group stay in L2
 // together. Within a group they go along the query rows, those with more visible keys first.
 // Under a causal mask that is from the last rows to the first. The first group may have fewer heads
-// than the others, and its many short tiles fill the gaps at the end.
+// than the others, and its many short tiles fill the gaps at the end. sm90's backward goes through
+// it last, and there it may have more.
 struct TileOrder {
   int m_blocks;
   int heads;             // over the batch and all splits, as tiles count heads

@@ -33,6 +33,13 @@ struct BwdArguments {
   CUTE_DEVICE int tile_count() const {
     return has_sequences(kMask) ? packed_tiles.count() : tiles;
   }
+  // The first group of heads comes last: it may be larger than the others.
+  template <MaskKind kMask>
+  CUTE_DEVICE int in_order(int index) const {
+    if constexpr (has_sequences(kMask)) return index;
+    const int first = decoder.first_head_group_tiles();
+    return index < tiles - first ? index + first : index - (tiles - first);  // fault: bwd90-order
+  }
   // Tile `index` with its sequence. The blocks of rows of a sequence are numbered among all, as
   // their statistics and their sums of dQ lie in memory, from `first_index` on; those of a head lie
   // params.m_blocks apart. The preprocess has a CTA for each of them, so the numbers fit.

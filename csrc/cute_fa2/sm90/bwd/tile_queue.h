@@ -59,7 +59,7 @@ struct TileQueue {
       const bool is_last = index >= static_cast<unsigned>(arguments.tile_count<kMask>());
       tile.index = is_last ? -1 : static_cast<int>(index);
       if (!is_last) {
-        const auto placed = arguments.tile<kMask>(index);
+        const auto placed = arguments.tile<kMask>(arguments.in_order<kMask>(index));
         tile.at = placed.at;
         tile.sequence = placed.sequence;
         tile.first_index = placed.first_index;
