@@ -126,7 +126,8 @@ def attention(
     if (error := options.refusal_of_op(q, k, v, optional, softmax_scale, softcap)) is not None:
         raise error  # as the CUDA op: traced programs come here with whatever they are given
     # Rows that no sequence has stay as they are here.
-    out, lse = checks.empty_out(q, v).zero_(), torch.full(checks.lse_shape(q), -math.inf)
+    out = checks.empty_out(q, v).zero_()
+    lse = torch.full(checks.lse_shape(q), -math.inf, dtype=torch.float32, device=q.device)
     softmax_scale = scale_of(q, softmax_scale)
     for sequence in _sequences(q, k, *lengths, diagonal_offset):
         cpu_kernels.forward(

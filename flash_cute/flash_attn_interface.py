@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import layouts
+from flash_cute import checks, layouts
 from flash_cute.flash_attn.flash_attn_interface import CACHES, append
 from flash_cute.layouts import Window, refuse
 
@@ -77,10 +77,19 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """`flash_attn_func` of qkv: (B, N, 3, H, D); or (B, N, Hq + 2 * Hkv, D), where Hq is
     num_heads_q."""
-    if isinstance(qkv, Tensor) and qkv.dim() == 5:
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv is {checks.shown(qkv)}: it must be a torch.Tensor")
+    if num_heads_q is not None and not isinstance(num_heads_q, int):
+        raise TypeError(f"num_heads_q is {checks.shown(num_heads_q)}: it must be an int or None")
+    if qkv.dim() == 5:
         layouts.check_dims("(B, N, 3, H, D)", qkv=qkv)
         q, k, v = qkv.unbind(2)
-    elif num_heads_q is not None and qkv.dim() == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0:
+    elif (
+        num_heads_q is not None
+        and qkv.dim() == 4
+        and 0 < num_heads_q < qkv.shape[2]
+        and (qkv.shape[2] - num_heads_q) % 2 == 0
+    ):
         heads_kv = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
     else:
@@ -171,18 +180,31 @@ def flash_attn_with_kvcache(
     refuse(attention_chunk=attention_chunk, page_table=page_table)
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cu_seqlens_k_new=cu_seqlens_k_new)
     layouts.check_dims("(B, N, H, D)" if cu_seqlens_q is None else "(T, H, D)", q=q)
-    k_cache, v_cache, used = append(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     options = layouts.options_of(
-        causal, softmax_scale, window_size, softcap, seqused_k=used, key_start=cache_leftpad
+        causal, softmax_scale, window_size, softcap, key_start=cache_leftpad
     )
+    new, lengths = (k, v), (cache_seqlens, cache_batch_idx)
     if cu_seqlens_q is None:
-        results = layouts.dense(q, k_cache, v_cache, options, CACHES)
+
+        def check(keys: Tensor, values: Tensor, **lengths: Tensor) -> None:
+            layouts.check_dense(q, keys, values, {**options, **lengths}, CACHES)
+
+        k_cache, v_cache, used = append(k_cache, v_cache, *new, *lengths, q.shape[0], check)
+        results = layouts.dense(q, k_cache, v_cache, {**options, **used}, CACHES)
     else:
-        batch, length = k_cache.shape[:2]
-        begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length
+        layouts.check_dims("(B + 1)", cu_seqlens_q=cu_seqlens_q)
+        batch = max(0, cu_seqlens_q.shape[0] - 1)
+        begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+
+        def check(keys: Tensor, values: Tensor, **lengths: Tensor) -> None:
+            keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # one value: no copies
+            layouts.check_packed(q, keys, values, cu_seqlens_q, begins, {**options, **lengths})
+
+        k_cache, v_cache, used = append(k_cache, v_cache, *new, *lengths, batch, check)
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        options["max_seqlen_q"] = max_seqlen_q
-        results = layouts.packed(q, keys, values, cu_seqlens_q, begins, options)
+        options |= {"max_seqlen_q": max_seqlen_q, **used}
+        ends = begins * k_cache.shape[1]
+        results = layouts.packed(q, keys, values, cu_seqlens_q, ends, options)
     return results if return_softmax_lse else results[0]
 
 

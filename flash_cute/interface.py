@@ -139,8 +139,10 @@ def forward(
         if softmax_scale is not None:
             keywords["softmax_scale"] = softmax_scale
         try:
+            if _is_tracing():  # with gradients or without: its check compares lines of source
+                return _fwd(q, k, v, **keywords)
             if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-                if _has_autocast() or _is_tracing():
+                if _has_autocast():
                     return _fwd(q, k, v, **keywords)
                 return differentiable(keywords, q, k, v)
             with below_autograd():
@@ -251,17 +253,13 @@ def _general(
     function: Callable[..., Any], q: Any, k: Any, v: Any, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
     """A call of any kind. `arguments` are those of the public `function`."""
-    tensors = {name: arguments.get(name) for name in ops.OPTIONAL}
-    for name in _LENGTHS:
-        if tensors[name] is not None:
-            tensors[name] = options.lengths_of(tensors[name])
-    if tensors["cu_seqlens_k"] is None:
-        tensors["cu_seqlens_k"] = tensors["cu_seqlens_q"]
+    tensors = _tensors_of(arguments)
     if not _is_dynamo_compiling() and _is_ordinary(function, (q, k, v), tensors, arguments):
         # As in `forward`: what is left to refuse, the op refuses.
         keywords = _keywords(arguments)
         try:
-            if any(x is not None and x.requires_grad for x in (q, k, v, *tensors.values())):
+            inputs = q, k, v, *tensors.values()
+            if _is_tracing() or any(x is not None and x.requires_grad for x in inputs):
                 return _fwd(q, k, v, *tensors.values(), **keywords)
             with below_autograd():
                 return _fwd(q, k, v, *tensors.values(), **keywords)
@@ -284,7 +282,7 @@ def _general(
                 function, given, *given, **arguments
             )
             return traced
-        _raise(error)
+        raise_error(error)
     sharding.register()
     results: tuple[Tensor, Tensor] = ops.fwd(
         *(q, k, v),
@@ -298,10 +296,12 @@ def _general(
         return out.copy_(results[0]), results[1]
 
 
-@checks.disable_compile
-def _raise(error: Exception) -> NoReturn:
-    """Not traced: torch 2.11's Dynamo cannot raise an exception that it did not see made."""
+def raise_error(error: Exception) -> NoReturn:
     raise error
+
+
+if torch.__version__ < "2.13":  # its Dynamo cannot raise an exception that it did not see made
+    raise_error = checks.disable_compile(raise_error)
 
 
 def _keywords(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -356,6 +356,27 @@ def _has_ends(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> bool:
     if arguments["cu_seqlens_k"] is None and k.shape[:1] != q.shape[:1]:
         return False
     return arguments["cu_seqlens_q"] is not None
+
+
+def refusal(
+    function: Callable[..., Any], q: Any, k: Any, v: Any, **arguments: Any
+) -> Exception | None:
+    """What `forward` or `forward_varlen` raises of a call; None if it is served."""
+    defaults = dict.fromkeys(("softmax_scale", "cu_seqlens_k", "deterministic", "out", "arch"))
+    given = {"is_causal": False, "window_size": _OPEN, "softcap": _OFF, **defaults, **arguments}
+    inputs = autocast(q), autocast(k), autocast(v)
+    return _refusal(function, *inputs, _tensors_of(given), given)
+
+
+def _tensors_of(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those beyond q, k and v."""
+    tensors = {name: arguments.get(name) for name in ops.OPTIONAL}
+    for name in _LENGTHS:
+        if tensors[name] is not None:
+            tensors[name] = options.lengths_of(tensors[name])
+    if tensors["cu_seqlens_k"] is None:
+        tensors["cu_seqlens_k"] = tensors["cu_seqlens_q"]
+    return tensors
 
 
 _PLAIN = {Tensor, type(None)}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
-from flash_cute import checks, ops
+from flash_cute import checks, interface, ops
 
 Window = tuple[int | None, int | None]
 
@@ -33,7 +33,7 @@ _INSTEAD = {
 def refuse(**options: Any) -> None:
     """Raises a NotImplementedError for the first option that is given: neither None nor zero."""
     for name, x in options.items():
-        if x is None or (isinstance(x, bool | int | float) and not x):
+        if x is None or (isinstance(x, numbers.Number) and not x):
             continue
         shown = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
         instead = _INSTEAD.get(name, "flash_cute does not serve it")
@@ -127,10 +127,37 @@ def dense(
     try:
         out, lse = flash_cute.forward(q, k, v, **options)
     except (TypeError, ValueError) as error:
-        text = re.sub(r"(shape \(\d+), (\d+), (\d+),", r"\1, \3, \2,", str(error))
-        text = re.sub(r"\b[kv]\b", lambda name: (names or {}).get(name[0], name[0]), text)
-        raise type(error)(text) from None
+        raise _named(error, names) from None
     return out.transpose(1, 2), lse
+
+
+def check_dense(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], names: dict[str, str]
+) -> None:
+    """Raises what `dense` does, and computes nothing."""
+    error = interface.refusal(flash_cute.forward, *heads_first(q, k, v), **options)
+    if error is not None:
+        interface.raise_error(error if torch.compiler.is_compiling() else _named(error, names))
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """Likewise of `packed`."""
+    ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    error = interface.refusal(flash_cute.forward_varlen, q, k, v, **ends, **options)
+    if error is not None:
+        interface.raise_error(error)
+
+
+def _named(error: Exception, names: dict[str, str] | None) -> Exception:
+    text = re.sub(r"(shape \(\d+), (\d+), (\d+),", r"\1, \3, \2,", str(error))
+    return type(error)(re.sub(r"\w+", lambda name: (names or {}).get(name[0], name[0]), text))
 
 
 def packed(

@@ -157,6 +157,10 @@ def test_refusals_are_raised_by_compiled_code_too():
         compiled(q, k[..., :8], v)
     with pytest.raises(TypeError, match="q is int32 on cpu"):
         compiled(*(x.int() for x in (q, k, v)))
+    whole = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    if torch.__version__ >= "2.13":
+        with pytest.raises(Exception, match="k has head dim 8"):
+            whole(q, k[..., :8], v)
 
 
 def test_forward_mode_within_compiled_code_is_refused():
@@ -216,6 +220,34 @@ def test_traces_hold_for_other_lengths(tmp_path):
         for q, k in inputs:
             for program in (traced, torch.jit.load(str(tmp_path / "traced.pt"))):
                 assert_same(program(q, k), flash_cute.forward(q, k, k, True))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "general"])
+def test_traces_of_modules_that_train(options):
+    """torch.jit.trace traces again to check, then without gradients."""
+
+    class Block(torch.nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return flash_cute.forward(x, x, x, **options)
+
+    block, x = Block(16, 16), random_inputs(2, 4, 9, 16)[0]
+    assert_same(torch.jit.trace(block, x)(x), block(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_defaults_of_torch_change_nothing(dtype):
+    q, k, v = (x.requires_grad_() for x in random_inputs(2, 4, 9, 16))
+    expected = flash_cute.forward(q, k, v)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        results = flash_cute.forward(q, k, v)
+        torch.autograd.grad(results[0].sum() + results[1].sum(), (q, k, v))
+    finally:
+        torch.set_default_dtype(before)
+    assert_same(results, expected)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -23,6 +23,7 @@ memory. softmax_lse is (B, Hq, Nq), packed (Hq, T), fp32.
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,7 +37,6 @@ from flash_cute.flash_attn._private import (
 )
 from flash_cute.layouts import Window, check_dims, check_head_dims, refuse
 from flash_cute.options import have_values, looks_at_values
-from flash_cute.transforms import autocast
 
 # The package has the private functions as custom ops besides. `forward` is one already.
 _wrapped_flash_attn_forward = _flash_attn_forward
@@ -45,8 +45,9 @@ _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 Result = Tensor | tuple[Tensor, Tensor, None]
-#: What k and v of `forward` are called in its errors (`layouts.dense`).
-CACHES = {"k": "k_cache", "v": "v_cache"}
+#: What arguments of `forward` are called in its errors (`layouts.dense`).
+CACHES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
+CACHES["key_start"] = "cache_leftpad"
 
 
 def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Result:
@@ -235,34 +236,51 @@ def flash_attn_with_kvcache(
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
     check_dims("(B, N, H, D)", q=q)
     check_head_dims(q, v_cache)
-    k_cache, v_cache, used = append(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx)
     options = layouts.options_of(
         causal, softmax_scale, window_size, softcap,
-        alibi_slopes=alibi_slopes, seqused_k=used, key_start=cache_leftpad,
+        alibi_slopes=alibi_slopes, key_start=cache_leftpad,
     )  # fmt: skip
-    results = layouts.dense(q, k_cache, v_cache, options, CACHES)
+
+    def check(keys: Tensor, values: Tensor, **lengths: Tensor) -> None:
+        layouts.check_dense(q, keys, values, {**options, **lengths}, CACHES)
+
+    new, lengths = (k, v), (cache_seqlens, cache_batch_idx)
+    k_cache, v_cache, used = append(k_cache, v_cache, *new, *lengths, q.shape[0], check)
+    results = layouts.dense(q, k_cache, v_cache, {**options, **used}, CACHES)
     return results if return_softmax_lse else results[0]
 
 
 def append(
-    q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
     cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Writes k and v into the caches, once all fits q. Returns the caches of q's sequences, and
-    their lengths (B,) int32, or None where all is used."""
+    batch: int,
+    check: Callable[..., None],
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Writes k and v into the caches, once all fits. Returns the caches of the `batch` sequences
+    of q, and as seqused_k their lengths (B,) int32, if not all is used. check(k_cache, v_cache,
+    seqused_k) raises what is wrong with the call; its caches have no values yet."""
     check_dims("(B, N, H, D)", k_cache=k_cache, v_cache=v_cache)
+    if v_cache.shape[:3] != k_cache.shape[:3]:
+        wanted = f"it must be {tuple(k_cache.shape[:3])}, as k_cache's, and a head dim"
+        raise ValueError(f"v_cache has shape {tuple(v_cache.shape)}: {wanted}")
     if (k is None) != (v is None):
         raise ValueError("of k and v one is None: both must be given, or none")
     rows = cache_batch_idx
     if rows is None:
         rows = torch.arange(k_cache.shape[0], device=k_cache.device)
     _check_integers("cache_batch_idx", rows)
+    if cache_batch_idx is not None:
+        if rows.shape != (batch,):
+            wanted = f"it must be {(batch,)}, one for each sequence of q"
+            raise ValueError(f"cache_batch_idx has shape {tuple(rows.shape)}: {wanted}")
+        _check_values("cache_batch_idx", rows, k_cache.shape[0] - 1)
     used = cache_seqlens
+    if isinstance(used, bool):
+        raise TypeError(f"cache_seqlens is {used}: it must be an int or a tensor")
     if isinstance(used, (int, numbers.Integral)):
         used = torch.full(rows.shape, int(used), dtype=torch.int32, device=k_cache.device)
     if used is not None:
@@ -273,17 +291,19 @@ def append(
     if k is not None and v is not None:
         if used is None:
             raise ValueError("k is given and cache_seqlens is None: it says where k goes")
-        _check_new(q, k, v, k_cache, v_cache, rows.shape[0])
-        _check_lengths(cache_seqlens, k_cache.shape[1] - k.shape[1])
+        _check_new(k, v, k_cache, v_cache, rows.shape[0])
+        _check_values("cache_seqlens", cache_seqlens, k_cache.shape[1] - k.shape[1])
         tokens = used[:, None] + torch.arange(k.shape[1], device=k_cache.device)
+        used = (used + k.shape[1]).int()
+        caches = k_cache, v_cache
+        check(*(x.new_empty(()).expand(len(rows), *x.shape[1:]) for x in caches), seqused_k=used)
         k_cache[rows[:, None], tokens] = k
         v_cache[rows[:, None], tokens] = v
-        used = used + k.shape[1]
     else:
-        _check_lengths(cache_seqlens, k_cache.shape[1])
+        _check_values("cache_seqlens", cache_seqlens, k_cache.shape[1])
     if cache_batch_idx is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
-    return k_cache, v_cache, None if used is None else used.int()
+    return k_cache, v_cache, {} if used is None else {"seqused_k": used.int()}
 
 
 def _check_integers(name: str, x: object) -> None:
@@ -292,23 +312,21 @@ def _check_integers(name: str, x: object) -> None:
         raise TypeError(f"{name} is {kind}: it must be an int32 or int64 tensor")
 
 
-def _check_lengths(lengths: int | Tensor | None, most: int) -> None:
-    """Raises a ValueError if a length of a cache is not within 0 to `most`. Tensors on a GPU are
-    looked at with FLASH_CUTE_CHECK=1."""
-    if isinstance(lengths, Tensor):
-        if not have_values(lengths) or (lengths.is_cuda and not looks_at_values()):
+def _check_values(name: str, x: int | Tensor | None, most: int) -> None:
+    """Raises a ValueError if a number is not within 0 to `most`. Tensors on a GPU are looked at
+    with FLASH_CUTE_CHECK=1."""
+    if isinstance(x, Tensor):
+        if not have_values(x) or (x.is_cuda and not looks_at_values()):
             return
-        for index, length in enumerate(lengths.tolist()):
-            if not 0 <= length <= most:
-                raise ValueError(f"cache_seqlens[{index}] is {length}: it must be 0 to {most}")
-    elif lengths is not None and not 0 <= lengths <= most:
-        raise ValueError(f"cache_seqlens is {lengths}: it must be 0 to {most}")
+        for index, number in enumerate(x.tolist()):
+            if not 0 <= number <= most:
+                raise ValueError(f"{name}[{index}] is {number}: it must be 0 to {most}")
+    elif x is not None and not 0 <= x <= most:
+        raise ValueError(f"{name} is {x}: it must be 0 to {most}")
 
 
-def _check_new(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int
-) -> None:
-    """Raises a TypeError or ValueError if k and v do not fit the caches, or q does not fit them."""
+def _check_new(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> None:
+    """Raises a TypeError or ValueError if k and v do not fit the caches."""
     check_dims("(B, N, H, D)", k=k, v=v)
     if k.shape[:2] != v.shape[:2] or k.shape[0] != batch:
         shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
@@ -321,11 +339,3 @@ def _check_new(
             wanted = f"{checks.name_of(cache.dtype)} on {cache.device}, as {name}_cache"
             given = f"{checks.name_of(x.dtype)} on {x.device}"
             raise TypeError(f"{name} is {given}: it must be {wanted}")
-    is_packed = q.dim() == 3
-    q, k, v = (autocast(x) for x in (q, k, v))
-    if is_packed:
-        error = checks.refusal(q, k.flatten(0, 1), v.flatten(0, 1), is_packed=True)
-    else:
-        error = checks.refusal(*layouts.heads_first(q, k, v))
-    if error is not None:
-        raise error

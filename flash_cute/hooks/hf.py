@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import flash_cute
+from flash_cute.options import have_values
 
 NAME = "cute_fa"  # with "flash" in it, transformers takes a name for a kernel to download
 
@@ -176,8 +177,9 @@ def _cannot_wait(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _packed(sequences: Tensor) -> Tensor:
-    """cu_seqlens of packed tokens, of which `sequences` (B, N) says in which sequence they are."""
+def _packed(sequences: Tensor) -> Tensor | None:
+    """cu_seqlens of packed tokens, of which `sequences` (B, N) says in which sequence they are.
+    None if each row is one, where that can be seen: transformers packs whenever it is traced."""
     begins = torch.ones_like(sequences, dtype=torch.bool)
     begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
     begins = begins.flatten()
@@ -187,6 +189,8 @@ def _packed(sequences: Tensor) -> Tensor:
         begins = torch.where(begins, tokens, begins.numel()).sort().values
     else:
         begins = tokens[begins]
+        if have_values(begins) and begins.numel() == sequences.shape[0]:
+            return None
     return functional.pad(begins, (0, 1), value=sequences.numel())
 
 
