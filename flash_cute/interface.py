@@ -282,7 +282,7 @@ def _general(
                 function, given, *given, **arguments
             )
             return traced
-        raise_error(error)
+        _raise(error)
     sharding.register()
     results: tuple[Tensor, Tensor] = ops.fwd(
         *(q, k, v),
@@ -296,12 +296,12 @@ def _general(
         return out.copy_(results[0]), results[1]
 
 
-def raise_error(error: Exception) -> NoReturn:
+def _raise(error: Exception) -> NoReturn:
     raise error
 
 
 if torch.__version__ < "2.13":  # its Dynamo cannot raise an exception that it did not see made
-    raise_error = checks.disable_compile(raise_error)
+    _raise = checks.disable_compile(_raise)
 
 
 def _keywords(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def check_dense(
     """Raises what `dense` does, and computes nothing."""
     error = interface.refusal(flash_cute.forward, *heads_first(q, k, v), **options)
     if error is not None:
-        interface.raise_error(error if torch.compiler.is_compiling() else _named(error, names))
+        raise _named(error, names)
 
 
 def check_packed(
@@ -152,7 +152,7 @@ def check_packed(
     ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     error = interface.refusal(flash_cute.forward_varlen, q, k, v, **ends, **options)
     if error is not None:
-        interface.raise_error(error)
+        raise error
 
 
 def _named(error: Exception, names: dict[str, str] | None) -> Exception:

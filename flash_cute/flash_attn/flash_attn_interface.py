@@ -262,7 +262,7 @@ def append(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Writes k and v into the caches, once all fits. Returns the caches of the `batch` sequences
     of q, and as seqused_k their lengths (B,) int32, if not all is used. check(k_cache, v_cache,
-    seqused_k) raises what is wrong with the call; its caches have no values yet."""
+    seqused_k) raises what is wrong with the call; its caches have no values."""
     check_dims("(B, N, H, D)", k_cache=k_cache, v_cache=v_cache)
     if v_cache.shape[:3] != k_cache.shape[:3]:
         wanted = f"it must be {tuple(k_cache.shape[:3])}, as k_cache's, and a head dim"
@@ -295,8 +295,10 @@ def append(
         _check_values("cache_seqlens", cache_seqlens, k_cache.shape[1] - k.shape[1])
         tokens = used[:, None] + torch.arange(k.shape[1], device=k_cache.device)
         used = (used + k.shape[1]).int()
-        caches = k_cache, v_cache
-        check(*(x.new_empty(()).expand(len(rows), *x.shape[1:]) for x in caches), seqused_k=used)
+        if not torch.compiler.is_compiling():  # else what is wrong shows as it is traced
+            size, caches = rows.shape[0], (k_cache, v_cache)
+            like = (x.new_empty(()).expand(size, *x.shape[1:]) for x in caches)
+            check(*like, seqused_k=used)
         k_cache[rows[:, None], tokens] = k
         v_cache[rows[:, None], tokens] = v
     else:
