@@ -16,6 +16,7 @@ With `return_attn_probs` the result is (out, softmax_lse).
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def flash_attn_qkvpacked_func(
     num_heads_q."""
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv is {checks.shown(qkv)}: it must be a torch.Tensor")
-    if num_heads_q is not None and not isinstance(num_heads_q, int):
+    numbers_of_heads = (numbers.Integral, torch.SymInt, Tensor, type(None))
+    if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, numbers_of_heads):
         raise TypeError(f"num_heads_q is {checks.shown(num_heads_q)}: it must be an int or None")
     if qkv.dim() == 5:
         layouts.check_dims("(B, N, 3, H, D)", qkv=qkv)
@@ -197,14 +199,16 @@ def flash_attn_with_kvcache(
         begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
 
         def check(keys: Tensor, values: Tensor, **lengths: Tensor) -> None:
+            ends = begins * keys.shape[1]
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # one value: no copies
-            layouts.check_packed(q, keys, values, cu_seqlens_q, begins, {**options, **lengths})
+            given = {**options, **lengths}
+            layouts.check_packed(q, keys, values, cu_seqlens_q, ends, given, CACHES)
 
         k_cache, v_cache, used = append(k_cache, v_cache, *new, *lengths, batch, check)
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         options |= {"max_seqlen_q": max_seqlen_q, **used}
         ends = begins * k_cache.shape[1]
-        results = layouts.packed(q, keys, values, cu_seqlens_q, ends, options)
+        results = layouts.packed(q, keys, values, cu_seqlens_q, ends, options, CACHES)
     return results if return_softmax_lse else results[0]
 
 

@@ -147,12 +147,13 @@ def check_packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     options: dict[str, Any],
+    names: dict[str, str],
 ) -> None:
     """Likewise of `packed`."""
     ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     error = interface.refusal(flash_cute.forward_varlen, q, k, v, **ends, **options)
     if error is not None:
-        raise error
+        raise _named(error, names)
 
 
 def _named(error: Exception, names: dict[str, str] | None) -> Exception:
@@ -167,9 +168,15 @@ def packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     options: dict[str, Any],
+    names: dict[str, str] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`forward_varlen`."""
-    return flash_cute.forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    """`forward_varlen`, likewise."""
+    if names is None or torch.compiler.is_compiling():
+        return flash_cute.forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    try:
+        return flash_cute.forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    except (TypeError, ValueError) as error:
+        raise _named(error, names) from None
 
 
 def backward(

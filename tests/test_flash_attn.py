@@ -235,6 +235,7 @@ def test_cache(module: Any, device: str) -> None:
         ({"cache_seqlens": 9, "cache_batch_idx": rows[:1]}, r"cache_batch_idx has shape \(1,\)"),
         ({"cache_seqlens": 9, "v_cache": v_cache[:2, 1:]}, r"v_cache has shape \(2, 13, 2, 16\)"),
         ({"cache_seqlens": True}, "cache_seqlens is True"),
+        ({"k_cache": keys, "v_cache": values}, "k_cache has 3 sequences and q has 2"),
         ({"cache_seqlens": 9, "v": v_new.double()}, "v is float64 on .* as v_cache"),
         ({"cache_seqlens": 9, "k": k_new[:, :, :1]}, r"k has shape \(2, 3, 1, 16\)"),
         ({"q": q[0]}, r"q has shape \(3, 4, 16\): it must be \(B, N, H, D\)"),
@@ -242,6 +243,26 @@ def test_cache(module: Any, device: str) -> None:
         with pytest.raises((TypeError, ValueError), match=match):
             module.flash_attn_with_kvcache(**right | wrong)
     assert torch.equal(k_cache, keys) and torch.equal(v_cache, values)
+
+
+def test_packed_queries_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_CUTE_CHECK", "1")
+    sizes = (2, 3, 4, 16), *((2, 8, 2, 16),) * 2, *((2, 3, 2, 16),) * 2
+    q, keys, values, *new = tensors("cpu", *sizes)
+    begins = torch.tensor([0, 3, 6]).int()
+
+    def call(q: Tensor, **options: Any) -> Any:
+        caches = keys.clone(), values.clone()
+        return fa3.flash_attn_with_kvcache(q, *caches, *new, causal=True, **options)
+
+    packed = {"q": q.flatten(0, 1), "cu_seqlens_q": begins}
+    assert torch.equal(call(**packed, cache_seqlens=4), call(q, cache_seqlens=4).flatten(0, 1))
+    for wrong, match in (
+        ({"cu_seqlens_q": begins[:2]}, "k_cache has 2 sequences and q has 1"),
+        ({"cache_leftpad": torch.ones(2)}, "cache_leftpad is float32"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            call(**packed | wrong, cache_seqlens=4)
 
 
 def test_compile() -> None:

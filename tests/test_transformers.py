@@ -360,7 +360,7 @@ def test_export() -> None:
     model = make_model(CAUSAL["llama"])
     model.set_attn_implementation("cute_fa")
     tokens = make_inputs(model)[0]["input_ids"]  # type: ignore[index]
-    length = torch.export.Dim("length", min=2, max=64)
+    length = torch.export.Dim("length", min=3, max=64)
     is_token = torch.ones_like(tokens)
     is_token[0, :3] = 0
     seen = {"input_ids": tokens, "attention_mask": is_token, "use_cache": False}
@@ -372,6 +372,10 @@ def test_export() -> None:
     is_token[0, 1] = 1
     with pytest.raises(RuntimeError, match="padding between tokens"):
         program(**seen)
+    del seen["attention_mask"], shapes["attention_mask"]
+    program = torch.export.export(model, (), seen, dynamic_shapes=shapes, strict=False).module()
+    seen["input_ids"] = tokens[:, 2:]
+    torch.testing.assert_close(program(**seen)[0], model(**seen)[0])
 
 
 @torch.no_grad()

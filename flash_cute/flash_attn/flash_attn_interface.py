@@ -37,6 +37,7 @@ from flash_cute.flash_attn._private import (
 )
 from flash_cute.layouts import Window, check_dims, check_head_dims, refuse
 from flash_cute.options import have_values, looks_at_values
+from flash_cute.transforms import autocast
 
 # The package has the private functions as custom ops besides. `forward` is one already.
 _wrapped_flash_attn_forward = _flash_attn_forward
@@ -278,6 +279,9 @@ def append(
             wanted = f"it must be {(batch,)}, one for each sequence of q"
             raise ValueError(f"cache_batch_idx has shape {tuple(rows.shape)}: {wanted}")
         _check_values("cache_batch_idx", rows, k_cache.shape[0] - 1)
+    elif k_cache.shape[0] != batch:
+        wanted = "they must be equal, or cache_batch_idx given"
+        raise ValueError(f"k_cache has {k_cache.shape[0]} sequences and q has {batch}: {wanted}")
     used = cache_seqlens
     if isinstance(used, bool):
         raise TypeError(f"cache_seqlens is {used}: it must be an int or a tensor")
@@ -295,10 +299,10 @@ def append(
         _check_values("cache_seqlens", cache_seqlens, k_cache.shape[1] - k.shape[1])
         tokens = used[:, None] + torch.arange(k.shape[1], device=k_cache.device)
         used = (used + k.shape[1]).int()
-        if not torch.compiler.is_compiling():  # else what is wrong shows as it is traced
-            size, caches = rows.shape[0], (k_cache, v_cache)
-            like = (x.new_empty(()).expand(size, *x.shape[1:]) for x in caches)
-            check(*like, seqused_k=used)
+        if not torch.compiler.is_compiling():  # compiled code may raise once it has written
+            scalars = (autocast(x.new_empty(())) for x in (k_cache, v_cache))
+            sizes = ((batch, *x.shape[1:]) for x in (k_cache, v_cache))
+            check(*(x.expand(size) for x, size in zip(scalars, sizes, strict=True)), seqused_k=used)
         k_cache[rows[:, None], tokens] = k
         v_cache[rows[:, None], tokens] = v
     else:

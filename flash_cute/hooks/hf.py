@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils import _pytree as pytree
@@ -23,7 +24,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import flash_cute
-from flash_cute.options import have_values
 
 NAME = "cute_fa"  # with "flash" in it, transformers takes a name for a kernel to download
 
@@ -174,7 +174,8 @@ def _has_code_of(function: Callable[..., Any], other: Callable[..., Any]) -> boo
 
 def _cannot_wait(x: Tensor) -> bool:
     """Whether values must stay on the device: a CUDA graph or torch.export records what is done."""
-    return not have_values(x) or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    has_none = torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor)
+    return has_none or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _packed(sequences: Tensor) -> Tensor | None:
@@ -191,7 +192,7 @@ def _packed(sequences: Tensor) -> Tensor | None:
         begins = tokens[begins]
         if begins.numel() == sequences.shape[0]:
             return None
-    return functional.pad(begins, (0, 1), value=sequences.numel())
+    return torch.cat([begins, begins.new_full((1,), sequences.numel())])
 
 
 def _padding(tokens: Tensor, model: str) -> tuple[Tensor, Tensor] | None:
@@ -243,7 +244,8 @@ def make_mask(
     window = (found.get("left", -1), -1 if is_causal else found.get("right", -1))
     has_diagonal = is_causal or window != (-1, -1)
     visible: int | Tensor = q_offset + q_length - kv_offset if has_diagonal else kv_length
-    if not isinstance(visible, Tensor) and not 0 <= visible <= kv_length:
+    is_known = not isinstance(visible, Tensor)
+    if is_known and not 0 <= visible <= kv_length:
         refuse("queries beyond the keys", model)
 
     starts, ends, cu_seqlens = None, None, None
@@ -255,11 +257,11 @@ def make_mask(
         if attention_mask.dim() != 2:
             refuse(f"padding masks of {attention_mask.dim()} dimensions", model)
         # A static cache is longer than its mask, whose end is that of the tokens.
-        length = visible if not isinstance(visible, Tensor) else kv_length
+        length = visible if is_known else kv_length
         tokens = attention_mask[:, kv_offset : kv_offset + length]
-        if not isinstance(visible, Tensor) and tokens.shape[1] < visible:
+        if is_known and tokens.shape[1] < visible:
             refuse("a padding mask that is shorter than the keys", model)
-        if isinstance(visible, Tensor):
+        if not is_known:
             # What follows the last query is no padding.
             columns = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = tokens | (columns >= visible)
