@@ -24,7 +24,7 @@ from torch import Tensor
 
 import flash_cute
 from flash_cute import checks, layouts
-from flash_cute.flash_attn.flash_attn_interface import CACHES, append
+from flash_cute.flash_attn.flash_attn_interface import CACHES, append, dense_with_caches
 from flash_cute.layouts import Window, refuse
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -80,8 +80,8 @@ def flash_attn_qkvpacked_func(
     num_heads_q."""
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv is {checks.shown(qkv)}: it must be a torch.Tensor")
-    numbers_of_heads = (numbers.Integral, torch.SymInt, Tensor, type(None))
-    if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, numbers_of_heads):
+    integers = (numbers.Integral, torch.SymInt, Tensor, type(None))
+    if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, integers):
         raise TypeError(f"num_heads_q is {checks.shown(num_heads_q)}: it must be an int or None")
     if qkv.dim() == 5:
         layouts.check_dims("(B, N, 3, H, D)", qkv=qkv)
@@ -185,26 +185,21 @@ def flash_attn_with_kvcache(
     options = layouts.options_of(
         causal, softmax_scale, window_size, softcap, key_start=cache_leftpad
     )
-    new, lengths = (k, v), (cache_seqlens, cache_batch_idx)
+    caches = k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx
     if cu_seqlens_q is None:
-
-        def check(keys: Tensor, values: Tensor, **lengths: Tensor) -> None:
-            layouts.check_dense(q, keys, values, {**options, **lengths}, CACHES)
-
-        k_cache, v_cache, used = append(k_cache, v_cache, *new, *lengths, q.shape[0], check)
-        results = layouts.dense(q, k_cache, v_cache, {**options, **used}, CACHES)
+        results = dense_with_caches(q, *caches, options)
     else:
         layouts.check_dims("(B + 1)", cu_seqlens_q=cu_seqlens_q)
         batch = max(0, cu_seqlens_q.shape[0] - 1)
         begins = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
 
         def check(keys: Tensor, values: Tensor, **lengths: Tensor) -> None:
-            ends = begins * keys.shape[1]
+            ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": begins * keys.shape[1]}
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # one value: no copies
-            given = {**options, **lengths}
-            layouts.check_packed(q, keys, values, cu_seqlens_q, ends, given, CACHES)
+            given = {**options, **ends, **lengths}
+            layouts.check(flash_cute.forward_varlen, q, keys, values, given, CACHES)
 
-        k_cache, v_cache, used = append(k_cache, v_cache, *new, *lengths, batch, check)
+        k_cache, v_cache, used = append(*caches, batch, check)
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         options |= {"max_seqlen_q": max_seqlen_q, **used}
         ends = begins * k_cache.shape[1]

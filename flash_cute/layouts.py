@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -121,44 +121,42 @@ def dense(
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
         check_dims("(B, N, H, D)", q=q, k=k, v=v)
     q, k, v = heads_first(q, k, v)
-    if torch.compiler.is_compiling():  # not every Dynamo can trace what is below
-        out, lse = flash_cute.forward(q, k, v, **options)
-        return out.transpose(1, 2), lse
-    try:
-        out, lse = flash_cute.forward(q, k, v, **options)
-    except (TypeError, ValueError) as error:
-        raise _named(error, names) from None
+    out, lse = _call(flash_cute.forward, (q, k, v), options, names or {})
     return out.transpose(1, 2), lse
 
 
-def check_dense(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], names: dict[str, str]
-) -> None:
-    """Raises what `dense` does, and computes nothing."""
-    error = interface.refusal(flash_cute.forward, *heads_first(q, k, v), **options)
-    if error is not None:
-        raise _named(error, names)
+def _call(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Iterable[Tensor | None],
+    options: dict[str, Any],
+    names: dict[str, str] | None,
+) -> tuple[Tensor, Tensor]:
+    """With `names`, errors have them."""
+    if names is None or torch.compiler.is_compiling():  # not every Dynamo can trace what is below
+        return function(*inputs, **options)
+    try:
+        return function(*inputs, **options)
+    except (TypeError, ValueError) as error:
+        raise _named(error, names) from None
 
 
-def check_packed(
+def check(
+    function: Callable[..., Any],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
     options: dict[str, Any],
     names: dict[str, str],
 ) -> None:
-    """Likewise of `packed`."""
-    ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    error = interface.refusal(flash_cute.forward_varlen, q, k, v, **ends, **options)
+    """Raises what `dense` or `packed` do by `function`, of its tensors, and computes nothing."""
+    error = interface.refusal(function, q, k, v, **options)
     if error is not None:
         raise _named(error, names)
 
 
-def _named(error: Exception, names: dict[str, str] | None) -> Exception:
+def _named(error: Exception, names: dict[str, str]) -> Exception:
     text = re.sub(r"(shape \(\d+), (\d+), (\d+),", r"\1, \3, \2,", str(error))
-    return type(error)(re.sub(r"\w+", lambda name: (names or {}).get(name[0], name[0]), text))
+    return type(error)(re.sub(r"\w+", lambda name: names.get(name[0], name[0]), text))
 
 
 def packed(
@@ -171,12 +169,8 @@ def packed(
     names: dict[str, str] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`forward_varlen`, likewise."""
-    if names is None or torch.compiler.is_compiling():
-        return flash_cute.forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    try:
-        return flash_cute.forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    except (TypeError, ValueError) as error:
-        raise _named(error, names) from None
+    inputs = q, k, v, cu_seqlens_q, cu_seqlens_k
+    return _call(flash_cute.forward_varlen, inputs, options, names)
 
 
 def backward(

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import flash_cute
 from flash_cute import checks, layouts
 from flash_cute.flash_attn._private import (
     _flash_attn_backward,
@@ -47,8 +49,9 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 #: What arguments of `forward` are called in its errors (`layouts.dense`).
-CACHES = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
-CACHES["key_start"] = "cache_leftpad"
+CACHES = {
+    "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "key_start": "cache_leftpad",
+}  # fmt: skip
 
 
 def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Result:
@@ -241,14 +244,30 @@ def flash_attn_with_kvcache(
         causal, softmax_scale, window_size, softcap,
         alibi_slopes=alibi_slopes, key_start=cache_leftpad,
     )  # fmt: skip
+    caches = k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx
+    results = dense_with_caches(q, *caches, options)
+    return results if return_softmax_lse else results[0]
+
+
+def dense_with_caches(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """`layouts.dense` of q (B, Nq, Hq, D) and caches, after `append`."""
 
     def check(keys: Tensor, values: Tensor, **lengths: Tensor) -> None:
-        layouts.check_dense(q, keys, values, {**options, **lengths}, CACHES)
+        queries, keys, values = layouts.heads_first(q, keys, values)
+        layouts.check(flash_cute.forward, queries, keys, values, {**options, **lengths}, CACHES)
 
     new, lengths = (k, v), (cache_seqlens, cache_batch_idx)
     k_cache, v_cache, used = append(k_cache, v_cache, *new, *lengths, q.shape[0], check)
-    results = layouts.dense(q, k_cache, v_cache, {**options, **used}, CACHES)
-    return results if return_softmax_lse else results[0]
+    return layouts.dense(q, k_cache, v_cache, {**options, **used}, CACHES)
 
 
 def append(
@@ -295,7 +314,7 @@ def append(
     if k is not None and v is not None:
         if used is None:
             raise ValueError("k is given and cache_seqlens is None: it says where k goes")
-        _check_new(k, v, k_cache, v_cache, rows.shape[0])
+        _check_new(k, v, k_cache, v_cache, batch)
         _check_values("cache_seqlens", cache_seqlens, k_cache.shape[1] - k.shape[1])
         tokens = used[:, None] + torch.arange(k.shape[1], device=k_cache.device)
         used = (used + k.shape[1]).int()

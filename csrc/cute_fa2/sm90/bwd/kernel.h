@@ -81,7 +81,7 @@ struct BwdKernel {
       const Sequence no_sequence{};
       Mainloop last(arguments, no_tile, no_sequence, smem, consumer, state);
       while (arguments.dq_by == DqBy::kSums && last.make_dq_of_list()) {
-      }
+      }  // the last tile's list, then blocks that are left
       KeysStore::wait_until_read();  // before the CTA ends
     }
   }

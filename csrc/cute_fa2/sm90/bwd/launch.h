@@ -51,7 +51,7 @@ void launch_keys(const BwdPlan& plan, const BwdArguments& arguments, int device,
 
 template <DType kDType, BwdEntrySm90 kEntry, MaskKind kMask>
 void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaStream_t stream) {
-  // Of tiles of a head of K, so that each has its share of the blocks of dQ.
+  // Those of all tiles of a head of K: they share its blocks of dQ.
   const int64_t consumers =
       int64_t{plan.head_splits} * std::max(params.n_blocks, 1) * kEntry.keys.consumers;
   BwdArguments arguments = {

@@ -99,6 +99,7 @@ class BwdMainloop {
   CUTE_DEVICE bool make_dq_of_list() {
     using namespace cute;
     const int stage = state_.list.stage;
+    // A list is there, and the sums of its blocks are visible.
     smem_.list_full[stage][consumer_].wait(state_.list.parity);
     state_.list.advance();
     int index = smem_.list[stage][consumer_];
