@@ -24,11 +24,12 @@ struct BwdConfigSm90 {
   int head_dim;    // bucket of Q and K: serves head dims up to this one
   int head_dim_v;  // bucket of V and O
   int consumers;
-  int stages;  // blocks of Q and dO in shared memory; by roles, of P too
+  int stages;  // blocks of Q and dO in shared memory
 
   static constexpr int kBlockM = 64;        // rows of dQ's product
   static constexpr int kConsumerKeys = 64;  // rows of a warpgroup's other products
   static constexpr int kDsStages = 2;       // one pass: blocks of dS in shared memory
+  static constexpr int kWeightsStages = 2;  // by roles: blocks of P
 
   constexpr bool is_one_pass() const { return head_dim <= 128; }
   constexpr int block_n() const {
@@ -43,7 +44,7 @@ struct BwdConfigSm90 {
     const int ds = kDsStages * kBlockM * block_n();
     const int rest = (stages * kBlockM * 8 + 256 + 1023) / 1024 * 1024;
     const int inputs = (kv + q_and_dout) * element_bytes;
-    if (!is_one_pass()) return inputs + stages * kBlockM * kConsumerKeys * 4 + rest;
+    if (!is_one_pass()) return inputs + kWeightsStages * kBlockM * kConsumerKeys * 4 + rest;
     return inputs + ds * element_bytes + consumers * kBlockM * head_dim * 4 + rest;
   }
 };
@@ -86,7 +87,7 @@ inline constexpr BwdEntrySm90 kBwdTilesSm90[] = {
     {{64, 64, 3, 2}, {64, 64, 3, 64, 4, 4}, true},
     {{96, 96, 2, 2}, {96, 96, 3, 64, 3, 3}},
     {{128, 128, 2, 2}, {128, 128, 2, 64, 4, 4}, true},
-    {{192, 192, 2, 2}, {192, 192, 2, 64, 2, 2}, true},
+    {{192, 192, 2, 3}, {192, 192, 2, 64, 2, 2}, true},
     {{256, 256, 2, 2}, {256, 256, 2, 64, 2, 1}},
 };
 

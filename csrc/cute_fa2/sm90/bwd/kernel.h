@@ -31,8 +31,6 @@ struct BwdKernel {
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     using namespace cute;
     const BwdParams& params = arguments.params;
-    // dQ's own kernel fills the multiprocessors that this one leaves.
-    if (arguments.dq_by == DqBy::kOwnKernel) platform::let_next_begin();
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
       if (params.head_splits == 1) {
@@ -49,6 +47,9 @@ struct BwdKernel {
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
+      hopper::wait_for_kernel_before();  // the others wait for what this warpgroup brings
+      // dQ's own kernel fills the multiprocessors that this one leaves.
+      if (arguments.dq_by == DqBy::kOwnKernel) platform::let_next_begin();
       if (hopper::is_first_thread()) {
         BwdProducer<Traits, has_sequences(kMask)> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(

@@ -39,7 +39,7 @@ void launch_keys(const BwdPlan& plan, const BwdArguments& arguments, int device,
   using ConvertDv =
       ConvertKernel<Element, typename Traits::MmaDv, typename Traits::ShapeDv, kParts>;
   const BwdParams& params = arguments.params;
-  run_grid<Kernel>(arguments, plan.ctas, device, stream);
+  run_grid<Kernel>(arguments, plan.ctas, device, stream, /*overlaps=*/true);
   if (!params.workspace.dk) return;
   launch_convert<ConvertDk>(params.dk, params.workspace.dk, params, plan.head_splits,
                             arguments.heads_kv, params.n_blocks, params.len_k, params.head_dim,

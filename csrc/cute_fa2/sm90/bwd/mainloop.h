@@ -63,16 +63,33 @@ class BwdMainloop {
   // Leaves the sums in tdKrdK, ((2, 2, kHeadDim / 8), 1, 1), and tdVrdV, likewise of kHeadDimV.
   template <class Dk, class Dv>
   CUTE_DEVICE void run(const QueryWalk& walk, Dk& tdKrdK, Dv& tdVrdV) {
-    cute::clear(tdKrdK);
-    cute::clear(tdVrdV);
+    using namespace cute;
+    clear(tdKrdK);
+    clear(tdVrdV);
     KeysStore<Traits, has_sequences(kMask)>::wait_until_read();  // of the tile before
     if (walk.is_empty()) return;
     smem_.k_full.wait(state_.kv_parity);  // K has arrived
     smem_.v_full.wait(state_.kv_parity);  // so has V
     state_.kv_parity ^= 1;
+    QueryBlock before{};
+    wait_for_rows();
+    auto lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+    QueryBlock block = walk.first();
     CUTE_NO_UNROLL
-    for (QueryBlock block = walk.first(); walk.has(block); block = walk.next(block)) {
-      step(block, tdKrdK, tdVrdV);
+    while (true) {
+      const QueryBlock next = walk.next(block);  // early: it reads shared memory
+      const bool is_last = !walk.has(next);
+      step(block, before, is_last, lse, tdKrdK, tdVrdV);
+      before = block;
+      if (is_last) break;
+      block = next;
+    }
+    if (dq_consumer_ == consumer_) {
+      // ((2, 2, kHeadDim / 8), 1, 1)
+      auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
+      gemm_dq(tdQrdQ);
+      hopper::wgmma_wait<0>();  // dQ is complete
+      add_dq(before, tdQrdQ);
     }
     hopper::arrive_of_warp(smem_.kv_empty);
   }
@@ -128,8 +145,16 @@ class BwdMainloop {
   }
 
  private:
-  template <class Dk, class Dv>
-  CUTE_DEVICE void step(QueryBlock block, Dk& tdKrdK, Dv& tdVrdV) {
+  // Q, dO and the statistics of the next block have arrived.
+  CUTE_DEVICE void wait_for_rows() {
+    smem_.q_full[state_.stage.stage].wait(state_.stage.parity);
+    smem_.dout_full[state_.stage.stage].wait(state_.stage.parity);
+  }
+
+  // One block of query rows, and dQ of the block `before`. `lse`: of the block; then of the next.
+  template <class Lse, class Dk, class Dv>
+  CUTE_DEVICE void step(QueryBlock block, QueryBlock before, bool is_last, Lse& lse, Dk& tdKrdK,
+                        Dv& tdVrdV) {
     using namespace cute;
     auto tSrS = partition_fragment_C(MmaSt{}, ShapeSt{});   // ((2, 2, kBlockM / 8), 1, 1)
     auto tSrDp = partition_fragment_C(MmaSt{}, ShapeSt{});  // ((2, 2, kBlockM / 8), 1, 1)
@@ -139,11 +164,8 @@ class BwdMainloop {
     auto tSrP = make_tensor(recast_ptr<Element>(p_words.data()), tSrS.layout());
     auto tSrDs = make_tensor(recast_ptr<Element>(ds_words.data()), tSrS.layout());
 
-    smem_.q_full[state_.stage.stage].wait(
-        state_.stage.parity);  // Q and the statistics have arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, k_operand(), q_operand(), tSrS);
     const auto gemm_dp = [&] {
-      smem_.dout_full[state_.stage.stage].wait(state_.stage.parity);  // dO has arrived
       gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
     };
     const int row0 = block.m_block * kBlockM;
@@ -153,7 +175,7 @@ class BwdMainloop {
       hopper::wgmma_wait<0>();  // S is complete
       warpgroup_fence_operand(tSrS);
       scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
-      scores_.to_weights(smem_.stats[state_.stage.stage], row0, tSrS);
+      scores_.to_weights(lse, row0, tSrS);
       convert_to_words<Element>(tSrS, p_words);
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
@@ -162,7 +184,7 @@ class BwdMainloop {
       gemm_dp();
       hopper::wgmma_wait<1>();  // S is complete
       warpgroup_fence_operand(tSrS);
-      scores_.to_weights(smem_.stats[state_.stage.stage], row0, tSrS);
+      scores_.to_weights(lse, row0, tSrS);
       convert_to_words<Element>(tSrS, p_words);
     }
     hopper::wgmma_wait<0>();  // dP is complete
@@ -176,39 +198,50 @@ class BwdMainloop {
       // dS of two steps before has been read.
       smem_.ds_empty[state_.ds.stage].wait(state_.ds.parity ^ 1);
       store_shared(ds_words);
-      // Visible to wgmma, once all lanes are here.
-      hopper::fence_async_proxy();  // fault: bwd90-ds-fence
     }
-    hopper::sync_warp();  // all lanes have read the statistics, and written dS
-    if (has_dq) hopper::arrive_of_warp(smem_.ds_full[state_.ds.stage]);
-    gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
-    hopper::wgmma_wait<1>();  // dV is complete
-    warpgroup_fence_operand(tdVrdV);
-    hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);
-    // The consumers compute dQ in turns. The others go on to the next block meanwhile.
-    const auto release_q = [&] {
-      warpgroup_fence_operand(tdKrdK);
-      hopper::arrive_of_warp(smem_.q_empty[state_.stage.stage], /*after_accesses=*/true);
+    const auto hand_over_ds = [&] {
+      // Visible to wgmma, once all lanes are here.
+      if (has_dq) hopper::fence_async_proxy();  // fault: bwd90-ds-fence
+      hopper::sync_warp();  // all lanes have read the statistics, and written dS
+      if (has_dq) hopper::arrive_of_warp(smem_.ds_full[state_.ds.stage]);
     };
-    if (has_dq && dq_consumer_ == consumer_) {
+    const auto release_dout = [&] {  // dV is complete
+      warpgroup_fence_operand(tdVrdV);
+      hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);
+    };
+    const auto gemm_dk = [&] {
+      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
+    };
+    // The consumers compute dQ in turns, of the block before: nobody waits for dS of another.
+    if (dq_consumer_ == consumer_) {
       // ((2, 2, kHeadDim / 8), 1, 1)
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
-      // dS is there, of all consumers.
-      smem_.ds_full[state_.ds.stage].wait(state_.ds.parity);  // fault: bwd90-ds-full
-      gemm_ss<kBlockN>(MmaDq{}, ds_operand(), kt_operand(), tdQrdQ);
-      hopper::wgmma_wait<1>();  // dK is complete
-      release_q();
-      hopper::wgmma_wait<0>();  // dQ is complete
-      warpgroup_fence_operand(tdQrdQ);
-      hopper::arrive_of_warp(smem_.ds_empty[state_.ds.stage]);
-      add_dq(block, tdQrdQ);
+      hopper::wgmma_wait<0>();  // or ptxas has no registers for P, dV and dQ in flight
+      release_dout();
+      gemm_dq(tdQrdQ);
+      gemm_dk();
+      hand_over_ds();
+      hopper::wgmma_wait<1>();  // dQ is complete
+      add_dq(before, tdQrdQ);   // under dK
     } else {
-      hopper::wgmma_wait<0>();  // dK is complete
-      release_q();
+      gemm_dk();
+      hand_over_ds();
+      hopper::wgmma_wait<1>();
+      release_dout();
     }
+    const int stage = state_.stage.stage;
     state_.stage.advance();
-    if (++dq_consumer_ == kConsumers) dq_consumer_ = 0;
-    state_.ds.advance();
+    if (!is_last) {  // under dK
+      wait_for_rows();
+      lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+    }
+    hopper::wgmma_wait<0>();  // dK is complete
+    warpgroup_fence_operand(tdKrdK);
+    hopper::arrive_of_warp(smem_.q_empty[stage], /*after_accesses=*/true);
+    if (has_dq) {
+      state_.ds.advance();
+      if (++dq_consumer_ == kConsumers) dq_consumer_ = 0;
+    }
   }
 
   // -- products ----------------------------------------------------------------------------------
@@ -237,19 +270,26 @@ class BwdMainloop {
   CUTE_DEVICE auto doutt_operand() const {
     return operand(Traits::fragment_doutt(smem_.dout[0]), smem_.dout[state_.stage.stage]);
   }
-  CUTE_DEVICE auto ds_operand() const {
-    return operand(Traits::fragment_ds(smem_.ds[0]), smem_.ds[state_.ds.stage]);
+  CUTE_DEVICE auto ds_operand(int stage) const {
+    return operand(Traits::fragment_ds(smem_.ds[0]), smem_.ds[stage]);
   }
   CUTE_DEVICE auto kt_operand() const { return operand(Traits::fragment_kt(smem_.k), smem_.k); }
 
-  // -- dS and dQ
-  // -----------------------------------------------------------------------------------
+  // -- dS and dQ ----------------------------------------------------------------------------------
+
+  // Issues dQ of the block before.
+  template <class Dq>
+  CUTE_DEVICE void gemm_dq(Dq& tdQrdQ) {
+    const auto ds = state_.ds.before();
+    smem_.ds_full[ds.stage].wait(ds.parity);  // dS of all consumers; fault: bwd90-ds-full
+    gemm_ss<kBlockN>(MmaDq{}, ds_operand(ds.stage), kt_operand(), tdQrdQ);
+  }
 
   // dS^T to shared memory: a row is a key, with kBlockM query rows.
   template <class Words>
   CUTE_DEVICE void store_shared(const Words& words) {
     constexpr int kWarpKeys = Traits::kConsumerKeys / 4;
-    const int warp = hopper::warp_in_warpgroup();
+    const int warp = hopper::thread_in_warpgroup() / 32;
     const int lane = hopper::thread_in_warpgroup() % 32;
     Element* const rows = smem_.ds[state_.ds.stage] +
                           (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
@@ -268,9 +308,12 @@ class BwdMainloop {
     return {params_.dq, batch, head, sequence.first_q, sequence.len_q, params_.head_dim};
   }
 
-  // Hands this tile's part of dQ to who adds it (DqAdder), or stores it where it is the whole.
+  // Releases dS of the block before, whose dQ is complete. Hands this tile's part of dQ to who adds
+  // it (DqAdder), or stores it where it is the whole.
   template <class Dq>
   CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) {
+    warpgroup_fence_operand(tdQrdQ);
+    hopper::arrive_of_warp(smem_.ds_empty[state_.ds.before().stage]);
     if (arguments_.dq_by == DqBy::kTile) {
       return store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
           place_of_dq(sequence_, tile_.batch, block.head), block.m_block * kBlockM,
@@ -295,7 +338,8 @@ class BwdMainloop {
   Scores scores_;
   int address_;  // of smem_.q, as SharedOperand counts
   State& state_;
-  int dq_consumer_ = 0;  // whose turn it is to compute dQ
+  static constexpr int kNobody = -1;
+  int dq_consumer_ = kNobody;  // whose turn it is to compute dQ of the block before
 };
 
 }  // namespace flash_cute::sm90

@@ -1,5 +1,5 @@
-// The producer is one thread. For each tile it has TMA bring K and V, and block after block of Q,
-// dO and the rows' statistics, ahead of the consumers.
+// A producer is one thread. For each tile it has TMA bring K and V, and block after block of Q, dO
+// and the rows' statistics, ahead of the consumers.
 #pragma once
 
 #include <cute/config.hpp>
@@ -14,7 +14,11 @@
 
 namespace flash_cute::sm90 {
 
-template <class Traits, bool kIsPacked>
+// What a producer loads. Where one consumer releases Q and another dO, each has a producer of its
+// own: no load waits for the other's stage.
+enum class Loads { kAll, kKAndQ, kVAndDout };
+
+template <class Traits, bool kIsPacked, Loads kLoads = Loads::kAll>
 class BwdProducer {
   using SharedMemory = typename Traits::SharedMemory;
 
@@ -33,14 +37,18 @@ class BwdProducer {
     // All consumers are done with the tile before.
     smem_.kv_empty.wait((block_ & kKvParity) != 0 ? 0 : 1);
     block_ ^= kKvParity;
-    smem_.k_full.arrive_and_expect(sizeof smem_.k);
-    tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, kBoxRows>(
-        arguments_.maps.k, arguments_.maps.ragged_k, params.k, smem_.k, smem_.k_full, key0,
-        keys_of(tile), tile.at.head, tile.at.batch);
-    smem_.v_full.arrive_and_expect(sizeof smem_.v);
-    tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, kBoxRows>(
-        arguments_.maps.v, arguments_.maps.ragged_v, params.v, smem_.v, smem_.v_full, key0,
-        keys_of(tile), tile.at.head, tile.at.batch);
+    if constexpr (kHasQ) {
+      smem_.k_full.arrive_and_expect(sizeof smem_.k);
+      tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, kBoxRows>(
+          arguments_.maps.k, arguments_.maps.ragged_k, params.k, smem_.k, smem_.k_full, key0,
+          keys_of(tile), tile.at.head, tile.at.batch);
+    }
+    if constexpr (kHasDout) {
+      smem_.v_full.arrive_and_expect(sizeof smem_.v);
+      tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, kBoxRows>(
+          arguments_.maps.v, arguments_.maps.ragged_v, params.v, smem_.v, smem_.v_full, key0,
+          keys_of(tile), tile.at.head, tile.at.batch);
+    }
     while (true) {
       block = walk.next(block);
       if (!walk.has(block)) return;
@@ -49,6 +57,8 @@ class BwdProducer {
   }
 
  private:
+  static constexpr bool kHasQ = kLoads != Loads::kVAndDout;
+  static constexpr bool kHasDout = kLoads != Loads::kKAndQ;
   static constexpr int kBoxRows = BwdTensorMaps::kRows;
   static_assert(Traits::kBlockM == kBoxRows);  // so a block's box begins inside of its sequence
 
@@ -61,27 +71,31 @@ class BwdProducer {
 
   CUTE_DEVICE void load(const KeyTile& tile, QueryBlock block) {
     const BwdParams& params = arguments_.params;
-    const unsigned stage = block_ % Traits::kStages, parity = block_ / Traits::kStages % 2;
+    const unsigned count = block_ & ~kKvParity;
+    const unsigned stage = count % Traits::kStages, parity = count / Traits::kStages % 2;
     ++block_;
     const int row0 = block.m_block * Traits::kBlockM;
 
-    hopper::Barrier& q_full = smem_.q_full[stage];
-    smem_.q_empty[stage].wait(parity ^ 1);  // all consumers are done with the stage
-    q_full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
-    const int64_t index = index_of(params, tile.first_index, block);
-    hopper::bulk_load(params.workspace.stats + index * Traits::kBlockM, smem_.stats[stage],
-                      sizeof smem_.stats[0], q_full);
-    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip, kBoxRows, true>(
-        arguments_.maps.q, arguments_.maps.ragged_q, params.q, smem_.q[stage], q_full, row0,
-        queries_of(tile), block.head, tile.at.batch);
-
-    hopper::Barrier& dout_full = smem_.dout_full[stage];
-    smem_.dout_empty[stage].wait(parity ^ 1);  // as above
-    dout_full.arrive_and_expect(sizeof smem_.dout[0]);
-    tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV, kBoxRows,
-                     true>(arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout,
-                           smem_.dout[stage], dout_full, row0, queries_of(tile), block.head,
-                           tile.at.batch);
+    if constexpr (kHasQ) {
+      hopper::Barrier& full = smem_.q_full[stage];
+      smem_.q_empty[stage].wait(parity ^ 1);  // all consumers are done with the stage
+      full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
+      const int64_t index = index_of(params, tile.first_index, block);
+      hopper::bulk_load(params.workspace.stats + index * Traits::kBlockM, smem_.stats[stage],
+                        sizeof smem_.stats[0], full);
+      tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip, kBoxRows,
+                       true>(arguments_.maps.q, arguments_.maps.ragged_q, params.q, smem_.q[stage],
+                             full, row0, queries_of(tile), block.head, tile.at.batch);
+    }
+    if constexpr (kHasDout) {
+      hopper::Barrier& full = smem_.dout_full[stage];
+      smem_.dout_empty[stage].wait(parity ^ 1);  // as above
+      full.arrive_and_expect(sizeof smem_.dout[0]);
+      tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV, kBoxRows,
+                       true>(arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout,
+                             smem_.dout[stage], full, row0, queries_of(tile), block.head,
+                             tile.at.batch);
+    }
   }
 
   const BwdArguments& arguments_;

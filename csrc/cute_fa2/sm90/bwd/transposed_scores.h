@@ -40,22 +40,33 @@ class TransposedScores {
                     key0_, [&](int row) { return PackGqa::HeadAndQuery{head, row}; });
   }
 
+  // The log-sum-exps of this thread's rows, for to_weights.
+  static CUTE_DEVICE auto no_lse() { return cute::make_tensor<float>(cute::Int<kBlockM / 4>{}); }
+  CUTE_DEVICE auto lse_of_rows(const RowGradStats* stats) const {
+    using namespace cute;
+    auto lse_log2 = no_lse();
+    for_each_row(stats,
+                 [&](int c, const RowGradStats& of_row) { lse_log2(c) = of_row.lse_log2; });
+    return lse_log2;
+  }
+
   // P from S of the query rows from `row0` on. The mask goes onto the exponent: the weight of a key
   // that its row does not see may be inf.
-  template <class S>
-  CUTE_DEVICE void to_weights(const RowGradStats* stats, int row0, S& tSrS) const {
+  template <class Lse, class S>
+  CUTE_DEVICE void to_weights(const Lse& lse_log2, int row0, S& tSrS) const {
     using namespace cute;
     auto weights = as_matrix(tSrS);
     const float scale_log2 = params_.scale.signed_log2();
-    for_each_row(stats, weights, [&](int c, const RowGradStats& of_row) {
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(weights); ++c) {
       CUTE_UNROLL
       for (int r = 0; r < size<0>(weights); ++r) {
-        weights(r, c) = fmaf(weights(r, c), scale_log2, -of_row.lse_log2);
+        weights(r, c) = fmaf(weights(r, c), scale_log2, -lse_log2(c));
         if constexpr (Traits::kReadsBias && kMask == MaskKind::kScored) {
           weights(r, c) = not_above_0(weights(r, c));
         }
       }
-    });
+    }
     // Made anew: it would hold registers through the loop.
     const TileMask mask(params_, sequence_, UnpackedRows{});
     if (mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys)) {
@@ -74,7 +85,7 @@ class TransposedScores {
     using namespace cute;
     const auto weights = as_matrix(tSrP);
     auto ds = as_matrix(tSrDp);
-    for_each_row(stats, ds, [&](int c, const RowGradStats& of_row) {
+    for_each_row(stats, [&](int c, const RowGradStats& of_row) {
       CUTE_UNROLL
       for (int r = 0; r < size<0>(ds); ++r) ds(r, c) = weights(r, c) * (ds(r, c) - of_row.delta);
     });
@@ -100,12 +111,12 @@ class TransposedScores {
   }
 
   // f(column of the fragment, statistics) of each query row. Two rows lie side by side.
-  template <class Scores, class F>
-  CUTE_DEVICE void for_each_row(const RowGradStats* stats, const Scores& scores, F&& f) const {
+  template <class F>
+  CUTE_DEVICE void for_each_row(const RowGradStats* stats, F&& f) const {
     using namespace cute;
     const auto at = key_and_row(platform::rematerialize(hopper::thread_in_warpgroup()));
     CUTE_UNROLL
-    for (int c = 0; c < size<1>(scores); c += 2) {
+    for (int c = 0; c < kBlockM / 4; c += 2) {
       struct alignas(16) Two {
         RowGradStats rows[2];
       };

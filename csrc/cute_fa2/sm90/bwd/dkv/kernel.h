@@ -24,7 +24,6 @@ struct DkvKernel {
   using SharedMemory = typename Traits::SharedMemory;
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
-    platform::let_next_begin();  // dQ's own kernel fills the multiprocessors that this one leaves
     if (hopper::is_first_thread()) {
       prefetch_tensor_maps(arguments.maps);
       Traits::init_barriers(smem);
@@ -37,10 +36,16 @@ struct DkvKernel {
     // Each role computes its own: the producer has few registers.
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
+      hopper::wait_for_kernel_before();  // the others wait for what this warpgroup brings
+      platform::let_next_begin();  // dQ's own kernel fills the multiprocessors that this one leaves
+      constexpr bool kIsPacked = has_sequences(kMask);
       if (hopper::is_first_thread()) {
-        BwdProducer<Traits, has_sequences(kMask)> producer(arguments, smem);
+        BwdProducer<Traits, kIsPacked, Loads::kKAndQ> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
             arguments, [&](const KeyTile& tile) { producer.run(tile); });
+      } else if (hopper::thread_in_warpgroup() == 32) {
+        BwdProducer<Traits, kIsPacked, Loads::kVAndDout> producer(arguments, smem);
+        smem.queue.template take<true>([&](const KeyTile& tile) { producer.run(tile); });
       }
     } else {
       hopper::register_alloc<kRoles.consumer_registers()>();

@@ -32,6 +32,7 @@ class DkvMainloop {
   using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
   using Stage = PipelineState<Traits::kStages>;
+  using WeightsStage = PipelineState<Traits::kWeightsStages>;
   using MmaSt = typename Traits::MmaSt;
   using ShapeSt = typename Traits::ShapeSt;
   using Scores = TransposedScores<Traits, kMask>;
@@ -40,7 +41,8 @@ class DkvMainloop {
  public:
   // Where the consumer is in the pipelines, from one tile to the next.
   struct State {
-    Stage stage;  // of Q and dO, and of P
+    Stage stage;           // of Q and dO
+    WeightsStage weights;  // of P
     uint32_t kv_parity = 0;
   };
 
@@ -54,6 +56,7 @@ class DkvMainloop {
             static_cast<int>(SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
                 Traits::fragment_q(smem.q[0]))))),
         stage_(state.stage),
+        weights_(state.weights),
         kv_parity_(state.kv_parity) {}
 
   // Leaves the sums in tdXrdX, ((2, 2, kHeadDim / 8), 1, 1).
@@ -74,9 +77,13 @@ class DkvMainloop {
     Stage before;                            // whose product of the gradient is in flight
     first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
+    auto lse = Scores::no_lse();
+    if constexpr (kIsDv) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
     hopper::wgmma_wait<0>();
     CUTE_NO_UNROLL
     for (bool is_first = true;; is_first = false) {
+      const QueryBlock next = walk.next(block);  // early: it reads shared memory
+      const bool is_last = !walk.has(next);
       // Or ptxas makes each descriptor ahead of the loop, and has no registers for them.
       address_ = platform::rematerialize(address_, block.m_block);
       warpgroup_fence_operand(tSrS);
@@ -84,39 +91,53 @@ class DkvMainloop {
         if constexpr (kMask == MaskKind::kScored) {
           auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
           scores_.change(batch_, block.head, block.m_block * kBlockM, tSrS, derivatives);
-          scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
+          scores_.to_weights(lse, block.m_block * kBlockM, tSrS);
           auto products = make_fragment_like(tSrS);
           CUTE_UNROLL
           for (int i = 0; i < size(tSrS); ++i) products(i) = tSrS(i) * float(derivatives(i));
           hand_over(products);
         } else {
-          scores_.to_weights(smem_.stats[stage_.stage], block.m_block * kBlockM, tSrS);
+          scores_.to_weights(lse, block.m_block * kBlockM, tSrS);
           hand_over(tSrS);
         }
         hopper::arrive_of_warp(smem_.q_empty[stage_.stage], /*after_accesses=*/true);
       } else {
+        hopper::arrive_of_warp(smem_.dout_empty[stage_.stage]);
         // P before statistics: Q's arrival is behind it.
         to_score_gradients(tSrS);
-        hopper::arrive_of_warp(smem_.dout_empty[stage_.stage]);
       }
-      hopper::wgmma_wait<0>();  // the gradient's product of the block before is complete
-      warpgroup_fence_operand(tdXrdX);
-      if (!is_first) release_second(before);
+      if constexpr (kIsDv) {
+        hopper::wgmma_wait<0>();  // dV of the block before is complete
+        warpgroup_fence_operand(tdXrdX);
+        if (!is_first) release_second(before);
+      }
       convert_to_words<Element>(tSrS, words);
       const auto second = second_operand();
       before = stage_;
       stage_.advance();
-      block = walk.next(block);
-      if (!walk.has(block)) {
+      block = next;
+      if (is_last) {
         second_full(before).wait(before.parity);  // dO or Q has arrived
         gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
         break;
       }
-      first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
-      gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
-      second_full(before).wait(before.parity);  // dO or Q has arrived
-      gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
-      hopper::wgmma_wait<1>();  // S or dP is complete
+      if constexpr (kIsDv) {
+        first_full(stage_).wait(stage_.parity);  // Q has arrived
+        gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
+        second_full(before).wait(before.parity);  // dO has arrived
+        gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
+        lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
+        hopper::wgmma_wait<1>();  // S is complete
+      } else {
+        // Q has arrived: statistics came with it.
+        gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
+        first_full(stage_).wait(stage_.parity);  // dO has arrived
+        gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
+        hopper::wgmma_wait<1>();  // dK is complete
+        warpgroup_fence_operand(tdXrdX);
+        release_second(before);
+        hopper::wgmma_wait<0>();  // dP is complete
+      }
     }
     hopper::wgmma_wait<0>();  // the gradient is complete
     warpgroup_fence_operand(tdXrdX);
@@ -160,10 +181,11 @@ class DkvMainloop {
   template <class P>
   CUTE_DEVICE void hand_over(const P& tSrP) {
     // P of two blocks before has been read.
-    smem_.weights_empty[stage_.stage].wait(stage_.parity ^ 1);
-    WarpgroupSums::store_to_shared(smem_.weights[stage_.stage], tSrP);
+    smem_.weights_empty[weights_.stage].wait(weights_.parity ^ 1);
+    WarpgroupSums::store_to_shared(smem_.weights[weights_.stage], tSrP);
     hopper::sync_warp();
-    hopper::arrive_of_warp(smem_.weights_full[stage_.stage], /*after_accesses=*/true);
+    hopper::arrive_of_warp(smem_.weights_full[weights_.stage], /*after_accesses=*/true);
+    weights_.advance();
   }
 
   // dS from dP, in its place.
@@ -171,10 +193,11 @@ class DkvMainloop {
   CUTE_DEVICE void to_score_gradients(Dp& tSrDp) {
     using namespace cute;
     auto tSrP = make_tensor<float>(tSrDp.layout());
-    smem_.weights_full[stage_.stage].wait(stage_.parity);  // P is there
-    WarpgroupSums::load_from_shared(smem_.weights[stage_.stage], tSrP);
+    smem_.weights_full[weights_.stage].wait(weights_.parity);  // P is there
+    WarpgroupSums::load_from_shared(smem_.weights[weights_.stage], tSrP);
     hopper::sync_warp();
-    hopper::arrive_of_warp(smem_.weights_empty[stage_.stage], /*after_accesses=*/true);
+    hopper::arrive_of_warp(smem_.weights_empty[weights_.stage], /*after_accesses=*/true);
+    weights_.advance();
     smem_.q_full[stage_.stage].wait(stage_.parity);  // so are the statistics
     scores_.to_score_gradients(smem_.stats[stage_.stage], tSrP, tSrDp);
   }
@@ -184,6 +207,7 @@ class DkvMainloop {
   int batch_;
   int address_;  // of smem_.q, as SharedOperand counts
   Stage& stage_;
+  WeightsStage& weights_;
   uint32_t& kv_parity_;
 };
 

@@ -27,6 +27,7 @@ struct DkvTraits {
   static constexpr int kConsumers = kConfig.consumers;
   static constexpr int kConsumerKeys = kConfig.kConsumerKeys;
   static constexpr int kStages = kConfig.stages;
+  static constexpr int kWeightsStages = kConfig.kWeightsStages;
   static constexpr int kThreads = kConfig.roles().threads();
   static constexpr int kMinCtas = 1;
   static_assert(kConsumers == 2 && kHeadDim == kHeadDimV);
@@ -68,7 +69,7 @@ struct DkvTraits {
     alignas(1024) Element v[cute::size(ShapeK{})];
     alignas(1024) Element q[kStages][cute::size(ShapeQ{})];
     alignas(1024) Element dout[kStages][cute::size(ShapeQ{})];
-    alignas(128) float weights[kStages][cute::size(ShapeSt{})];  // P^T, as threads hold it
+    alignas(128) float weights[kWeightsStages][cute::size(ShapeSt{})];  // P^T, as threads hold it
     alignas(128) RowGradStats stats[kStages][kBlockM];           // comes and goes with Q
     // Full: what TMA brought is visible to both consumers. Empty: all their warps are done with the
     // stage.
@@ -80,8 +81,8 @@ struct DkvTraits {
     hopper::Barrier dout_full[kStages];
     hopper::Barrier dout_empty[kStages];
     // From the consumer of dV to that of dK, and back.
-    hopper::Barrier weights_full[kStages];
-    hopper::Barrier weights_empty[kStages];
+    hopper::Barrier weights_full[kWeightsStages];
+    hopper::Barrier weights_empty[kWeightsStages];
     TileQueue queue;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
@@ -91,14 +92,14 @@ struct DkvTraits {
     smem.k_full.init(1);
     smem.v_full.init(1);
     smem.kv_empty.init(kWarps);
-    smem.queue.init(hopper::kArrivalsOfWarp * kWarps);
+    smem.queue.init(hopper::kArrivalsOfWarp * kWarps + 1);  // the second producer takes, too
     for (int stage = 0; stage < kStages; ++stage) {
       smem.q_full[stage].init(1);
       smem.q_empty[stage].init(hopper::kArrivalsOfWarp * kWarps);
       smem.dout_full[stage].init(1);
       smem.dout_empty[stage].init(kWarps);
     }
-    for (int stage = 0; stage < kStages; ++stage) {
+    for (int stage = 0; stage < kWeightsStages; ++stage) {
       smem.weights_full[stage].init(hopper::kArrivalsOfWarp * kWarps / 2);
       smem.weights_empty[stage].init(hopper::kArrivalsOfWarp * kWarps / 2);
     }
