@@ -38,7 +38,7 @@ struct SplitFragments {
 // first. Those that wait for each other stand apart.
 template <class TiledMma, int kMmaM, int kCount, class C>
 CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
-                             const SplitFragments<2, kCount>& b, C& rC) {
+                             const SplitFragments<2, kCount>& b, C&& rC) {
   using namespace cute;
   const auto add = [&](const auto& of_a, const auto& of_b) {
     CUTE_UNROLL
@@ -56,11 +56,12 @@ CUTE_DEVICE void gemm_3xtf32(TiledMma mma, const SplitFragments<4, kMmaM>& a,
 
 // C += A B^T in fp32, with B from shared memory; with kFromZero C = A B^T. The tensor cores
 // truncate each sum, which is a bias. So kSteps k8 steps are summed from zero, 16 kPairs columns
-// after the other, and fp32 adds that to C. A product waits for the one before in its sum, so there
-// are some sums. Likewise kSteps of A are split together: all would be too many for the registers.
-// `copy_a(k)` brings A's fragments. `meanwhile` is called once, ahead of the first product.
-template <class LoadB, int kSteps, int kPairs, bool kFromZero = false, class TiledMma, class A,
-          class CopyA, class SmemB, class C, class Meanwhile = DoNothing>
+// after the other. kTerms such sums are added up, and their sum to C: so fewer numbers are rounded
+// beside a large C. A product waits for the one before in its sum, so there are some sums. A's
+// fragments of such sums are split together: all would be too many for the registers. `copy_a(k)`
+// brings them. `meanwhile` is called once, ahead of the first product.
+template <class LoadB, int kSteps, int kTerms, int kPairs, bool kFromZero = false, class TiledMma,
+          class A, class CopyA, class SmemB, class C, class Meanwhile = DoNothing>
 CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const CopyA& copy_a,
                              const SmemB& sB, C& rC, const Meanwhile& meanwhile = {}) {
   using namespace cute;
@@ -74,26 +75,31 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
     CUTE_UNROLL
     for (int pair = 0; pair < kPairs; ++pair) copy_b(sum * kPairs + pair, k);
   };
+  constexpr int kStepsAtOnce = kSteps * kTerms;
   CUTE_UNROLL
-  for (int first = 0; first < size<2>(rB); first += kSteps) {
+  for (int first = 0; first < size<2>(rB); first += kStepsAtOnce) {
     CUTE_UNROLL
-    for (int k = 0; k < kSteps; ++k) copy_a(first + k);
+    for (int k = 0; k < kStepsAtOnce; ++k) copy_a(first + k);
     copy_pairs(0, first);
-    SplitFragments<4, kMmaM> of_a[kSteps];
+    SplitFragments<4, kMmaM> of_a[kStepsAtOnce];
     CUTE_UNROLL
-    for (int k = 0; k < kSteps; ++k) of_a[k] = SplitFragments<4, kMmaM>(rA(_, _, first + k));
+    for (int k = 0; k < kStepsAtOnce; ++k) {
+      of_a[k] = SplitFragments<4, kMmaM>(rA(_, _, first + k));
+    }
     if (first == 0) meanwhile(0, 1);
     CUTE_UNROLL
     for (int i = 0; i < kSums; ++i) {
-      auto sum =  // (4, MMA_M, kColumns)
-          make_tensor<float>(Shape<Shape<_2, _2>, Int<kMmaM>, Int<kColumns>>{});
-      clear(sum);
+      auto sums =  // (4, MMA_M, kColumns, kTerms)
+          make_tensor<float>(Shape<Shape<_2, _2>, Int<kMmaM>, Int<kColumns>, Int<kTerms>>{});
+      clear(sums);
       CUTE_UNROLL
-      for (int k = 0; k < kSteps; ++k) {
-        const int next = i * kSteps + k + 1;
-        if (next < kSums * kSteps) copy_pairs(next / kSteps, first + next % kSteps);
+      for (int k = 0; k < kStepsAtOnce; ++k) {
+        const int next = i * kStepsAtOnce + k + 1;
+        if (next < kSums * kStepsAtOnce) {
+          copy_pairs(next / kStepsAtOnce, first + next % kStepsAtOnce);
+        }
         const SplitFragments<2, kColumns> of_b(rB(_, _, first + k), kColumns * i);
-        gemm_3xtf32(mma, of_a[k], of_b, sum);
+        gemm_3xtf32(mma, of_a[k], of_b, sums(_, _, _, k / kSteps));
       }
       CUTE_UNROLL
       for (int m = 0; m < kMmaM; ++m) {
@@ -101,8 +107,11 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
         for (int n = 0; n < kColumns; ++n) {
           CUTE_UNROLL
           for (int j = 0; j < 4; ++j) {
+            float sum = sums(j, m, n, 0);
+            CUTE_UNROLL
+            for (int term = 1; term < kTerms; ++term) sum += sums(j, m, n, term);
             float& c = rC(j, m, kColumns * i + n);
-            c = kFromZero && first == 0 ? sum(j, m, n) : c + sum(j, m, n);
+            c = kFromZero && first == 0 ? sum : c + sum;
           }
         }
       }
@@ -111,7 +120,7 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
 }
 
 // The same with A from shared memory too.
-template <class LoadA, class LoadB, int kSteps, int kPairs, class TiledMma, class SmemA,
+template <class LoadA, class LoadB, int kSteps, int kTerms, int kPairs, class TiledMma, class SmemA,
           class SmemB, class C, class Meanwhile>
 CUTE_DEVICE void staged_smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA, const SmemB& sB,
                                   C& rC, const Meanwhile& meanwhile) {
@@ -121,7 +130,7 @@ CUTE_DEVICE void staged_smem_gemm(TiledMma mma, unsigned thread, const SmemA& sA
   auto from_a = load_a.partition_S(sA);  // (ldmatrix, MMA_M, K / 8)
   auto to_a = load_a.retile_D(rA);       // as from_a
   auto copy_a = [&](int k) { copy(LoadA{}, from_a(_, _, k), to_a(_, _, k)); };
-  staged_gemm<LoadB, kSteps, kPairs>(mma, thread, rA, copy_a, sB, rC, meanwhile);
+  staged_gemm<LoadB, kSteps, kTerms, kPairs>(mma, thread, rA, copy_a, sB, rC, meanwhile);
 }
 
 // ((2 columns, 2 rows), MMA_M, N / 8) -> ((2 rows, 2 columns), MMA_M, N / 8): an accumulator as the

@@ -264,7 +264,7 @@ class BwdMainloop {
       meanwhile(0, 1);
       CUTE_NO_UNROLL
       for (int i = 0; i < size<1>(sA) / 16; ++i) {
-        staged_smem_gemm<LoadA, LoadB, 1, 1>(
+        staged_smem_gemm<LoadA, LoadB, 1, 2, 1>(
             mma, platform::rematerialize(thread, i),
             local_tile(sA, make_shape(size<0>(sA), _16{}), make_coord(_0{}, i)),
             local_tile(sB, make_shape(size<0>(sB), _16{}), make_coord(_0{}, i)), rC, DoNothing{});

@@ -88,7 +88,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
     auto load_q = LoadQ{}.get_slice(thread);
     auto tXsQ = load_q.partition_S(sQ());  // (ldmatrix, MMA_M, D / 8)
     auto tXrQ = load_q.retile_D(tSrQ);     // as tXsQ
-    staged_gemm<LoadK, kStepsOfS, cute::min(kPairs, kBlockN / 16), true>(
+    staged_gemm<LoadK, kStepsOfS, 1, cute::min(kPairs, kBlockN / 16), true>(
         TiledMma{}, thread, tSrQ, [&](int k) { copy(LoadQ{}, tXsQ(_, _, k), tXrQ(_, _, k)); },
         sK(n_block), tSrS);
   }
@@ -97,7 +97,7 @@ class FwdMainloopFp32 : FwdMainloopBase<Traits, kMask, KVSource> {
   template <class P, class Out>
   CUTE_DEVICE void gemm_pv(unsigned thread, int n_block, P& tSrP, Out& tOrO) const {
     const auto tOrP = as_tf32_operand(tSrP);  // (4, MMA_M, N / 8)
-    staged_gemm<LoadVt, cute::min(kSteps, kBlockN / 8), kPairs>(
+    staged_gemm<LoadVt, cute::min(kSteps, kBlockN / 8), 1, kPairs>(
         TiledMma{}, thread, tOrP, [](int) {}, sVt(n_block), tOrO);
   }
 };

@@ -306,7 +306,7 @@ class LargeBwdMainloop {
     const auto midway = at_half([this] { this->midway(); });
     if constexpr (Traits::kIsFp32) {
       // Each k8 step from zero, as errors of dP - delta do not average out.
-      staged_smem_gemm<LoadA, LoadB, 1, 1>(mma, thread, sA, sB, rC, midway);
+      staged_smem_gemm<LoadA, LoadB, 1, 2, 1>(mma, thread, sA, sB, rC, midway);
     } else {
       smem_gemm<LoadA, LoadB>(mma, thread, sA, sB, rC, midway);
     }
