@@ -252,8 +252,8 @@ class BwdMainloop {
   }
 
   // C += A B^T, and other work `meanwhile` (sm80/gemm.h). In fp32 each k8 step from zero, as errors
-  // of dP - delta do not average out, and in a loop over two of them: in one piece, ptxas has too
-  // much on its way.
+  // of dP - delta do not average out. Two of them are added up ahead of C, which is large after
+  // many rows. They stand in a loop: in one piece, ptxas has too much on its way.
   template <class LoadA, class LoadB, class TiledMma, class A, class B, class C,
             class Meanwhile = DoNothing>
   CUTE_DEVICE void multiply(TiledMma mma, const A& sA, const B& sB, C& rC,

@@ -305,7 +305,8 @@ class LargeBwdMainloop {
     const unsigned thread = platform::rematerialize(thread_, index);
     const auto midway = at_half([this] { this->midway(); });
     if constexpr (Traits::kIsFp32) {
-      // Each k8 step from zero, as errors of dP - delta do not average out.
+      // Each k8 step from zero, as errors of dP - delta do not average out. Two are added up ahead
+      // of C.
       staged_smem_gemm<LoadA, LoadB, 1, 2, 1>(mma, thread, sA, sB, rC, midway);
     } else {
       smem_gemm<LoadA, LoadB>(mma, thread, sA, sB, rC, midway);
