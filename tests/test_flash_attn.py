@@ -368,6 +368,14 @@ def test_padding() -> None:
     assert torch.equal(padded, x * mask[:, :, None, None])
     assert torch.equal(torch.autograd.grad(padded.sum(), x)[0], mask[:, :, None, None].expand_as(x))
     assert bert_padding.unpad_input(x, mask, 1 - mask)[2].tolist() == [0, 5, 10, 15]
+    # By the names that FlashAttention's classes have.
+    rows = x.flatten(0, 1)
+    taken, residual = bert_padding.IndexFirstAxisResidual.apply(rows, indices)
+    assert torch.equal(taken, bert_padding.IndexFirstAxis.apply(rows, indices))
+    put = bert_padding.IndexPutFirstAxis.apply(taken, indices, 15)
+    assert torch.equal(put.view_as(x), padded) and torch.equal(residual, rows)
+    gradient = torch.autograd.grad(put.sum() + residual.sum(), x)[0]
+    assert torch.equal(gradient, 1 + mask[:, :, None, None].expand_as(x))
 
 
 @pytest.mark.parametrize(

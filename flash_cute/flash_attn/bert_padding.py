@@ -18,6 +18,25 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     return rows.index_put((indices,), values)
 
 
+def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """As `index_first_axis`, and x itself: its gradient is the sum of both."""
+    return index_first_axis(x, indices), x
+
+
+class IndexFirstAxis:
+    """FlashAttention's names for these functions: `IndexFirstAxis.apply(x, indices)`."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    apply = staticmethod(index_put_first_axis)
+
+
+class IndexFirstAxisResidual:
+    apply = staticmethod(index_first_axis_residual)
+
+
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
