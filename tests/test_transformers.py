@@ -75,6 +75,10 @@ CAUSAL = {
         vocab_size=100, d_model=64, d_kv=16, num_heads=4, num_layers=2, d_ff=96,
         initializer_factor=0.5,
     ),
+    "switch_transformers": T.SwitchTransformersConfig(  # in a mask that is a tensor
+        vocab_size=100, d_model=64, d_kv=16, num_heads=4, num_layers=2, num_decoder_layers=2,
+        d_ff=96, num_sparse_encoder_layers=0, num_sparse_decoder_layers=0, initializer_factor=0.5,
+    ),
     # Decoders with is_causal = False.
     "pegasus_x": T.PegasusXConfig(**TWO_STACKS),
     "nllb_moe": T.NllbMoeConfig(**TWO_STACKS),
@@ -91,6 +95,13 @@ FULL = {
     "llama, not causal": T.LlamaConfig(**DECODER, is_causal=False),  # its modules say is_causal
     "vit": T.ViTConfig(**VISION),
     "siglip_vision": T.SiglipVisionConfig(**VISION),
+    # Masks that are tensors, one of them with learned biases.
+    "layoutlm": T.LayoutLMConfig(**TEXT),
+    "markuplm": T.MarkupLMConfig(**TEXT),
+    "pixtral": T.PixtralVisionConfig(**VISION),
+    "swin": T.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4
+    ),
     "wav2vec2": T.Wav2Vec2Config(
         **SIZES, conv_dim=[8], conv_kernel=[4], conv_stride=[4], num_feat_extract_layers=1,
         num_conv_pos_embedding_groups=4,
@@ -99,11 +110,13 @@ FULL = {
 FAMILIES = {**CAUSAL, **FULL}
 #: Attention calls of a forward, if not one for each of two layers. Decoders that attend to an
 #: encoder have two a layer; the encoder of PegasusX has an attention of its own.
-CALLS = {"bart": 6, "marian": 6, "nllb_moe": 6, "pegasus_x": 4}
+CALLS = {"bart": 6, "marian": 6, "switch_transformers": 6, "nllb_moe": 6, "pegasus_x": 4}
 #: In transformers 5.17 set_attn_implementation does not reach the stacks of T5.
 CALLS["t5"] = 0 if T.__version__.startswith("5.17.") else 6
 #: What `sdpa` has not.
-ONLY_EAGER = ("gemma2", "gpt_oss", "pegasus_x", "nllb_moe")
+ONLY_EAGER = (
+    "gemma2", "gpt_oss", "pegasus_x", "nllb_moe", "switch_transformers", "markuplm",
+)  # fmt: skip
 #: Models in which transformers itself packs nothing: they make their masks without positions.
 NEVER_PACKED = ("clip_text",)
 #: Here transformers forgets to tell the mask, and mixes documents. We do not.
@@ -409,7 +422,10 @@ LENGTHS_AND_PADDING = {
 #: The model, further inputs, and what it says that is not served.
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "padding between tokens": (CAUSAL["llama"], {"attention_mask": GAPS}, "padding between"),
-    "a tensor": (CAUSAL["llama"], {"attention_mask": torch.zeros(2, 1, 17, 17)}, "masks that are"),
+    "a tensor": (
+        CAUSAL["llama"], {"attention_mask": torch.zeros(2, 1, 17, 17).long()},
+        r"a mask of shape \(2, 1, 17, 17\) and int64 on scores of shape \(2, 4, 17, 17\)",
+    ),
     "lengths and padding": (CAUSAL["llama"], LENGTHS_AND_PADDING, "cu_seq_lens_q with padding"),
     "weights": (CAUSAL["llama"], {"output_attentions": True}, "output_attentions"),
     "half of the lengths": (CAUSAL["llama"], {"cu_seq_lens_q": torch.tensor([0, 17])}, "one of"),
@@ -527,6 +543,28 @@ def test_the_same_queries_for_a_batch() -> None:
         model = T.Blip2QFormerModel._from_config(config, attn_implementation=name).eval()
         made.append(model(query_embeds=queries, encoder_hidden_states=keys)[0])
     torch.testing.assert_close(*made, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "of each head"])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_masks_that_are_tensors(name: str, kind: str) -> None:
+    """Any keys may be hidden, here every third, or a bias may change with the query."""
+    model = make_model(CAUSAL[name])
+    model.set_attn_implementation("sdpa")
+    inputs, tokens = make_inputs(model)  # type: ignore[misc]
+    columns = torch.arange(LENGTH)
+    mask: Any = (columns <= columns[:, None]) & (columns % 3 != 1)
+    mask = mask.expand(2, 1, -1, -1)
+    if kind != "bool":
+        hidden = torch.where(mask, torch.randn(2, 1, LENGTH, LENGTH), torch.finfo().min)
+        mask = hidden.expand(-1, 4 if kind == "of each head" else 1, -1, -1).requires_grad_()
+    inputs["decoder_attention_mask" if name == "t5" else "attention_mask"] = mask
+    made = []
+    for implementation in ("sdpa", "cute_fa"):
+        model.set_attn_implementation(implementation)
+        made.append((*run(model, inputs, tokens), mask.grad))
+        mask.grad = None
+    torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

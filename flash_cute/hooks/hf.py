@@ -2,8 +2,9 @@
 
 transformers makes a mask once per forward, for all layers alike. Ours has no elements. It says what
 each query sees, and it alone decides that: modules say `is_causal` wrongly where they rely on their
-mask. A model that reads the elements is refused when it does. A model with an attention of its own
-is refused while it is made, if transformers can tell that it has one.
+mask. A model that reads the elements is refused when it does. A mask that is a tensor, as some
+models make, is added to the scores. A model with an attention of its own is refused while it is
+made, if transformers can tell that it has one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import flash_cute
+from flash_cute import checks
 
 NAME = "cute_fa"  # with "flash" in it, transformers takes a name for a kernel to download
 
@@ -309,9 +311,12 @@ def attention(
     if unserved:
         refuse(unserved, seen.model)
 
+    bias = position_bias
+    if attention_mask is not None and not isinstance(attention_mask, Mask):
+        bias = _bias_of(attention_mask, position_bias, query.dtype)
     options: dict[str, Any] = {
         "is_causal": seen.is_causal, "softmax_scale": scaling, "window_size": seen.window,
-        "softcap": softcap, "learnable_sink": s_aux, "bias": position_bias,
+        "softcap": softcap, "learnable_sink": s_aux, "bias": bias,
     }  # fmt: skip
     positions = others.get("position_ids")
     if isinstance(attention_mask, Mask) and isinstance(positions, Tensor):
@@ -319,8 +324,8 @@ def attention(
     packed = _packed_lengths(seen, query, (cu_seq_lens_q, cu_seq_lens_k), options)
     if packed is None:
         out = _dense(seen, query, key, value, options).transpose(1, 2)
-    elif position_bias is not None:
-        refuse("position_bias with packed sequences", seen.model)
+    elif bias is not None:
+        refuse("a bias with packed sequences", seen.model)
     else:
         hints = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         options |= {name: x for name, x in hints.items() if isinstance(x, int)}
@@ -346,9 +351,24 @@ def _seen(
         is_causal = bool(is_causal) and lengths[0] > 1
         unserved = "causality without a mask" if is_causal and lengths[0] != lengths[1] else ""
         return Seen(lengths, is_causal, visible=lengths[1], unserved=unserved, model=model)
-    if not isinstance(mask, Mask):
-        refuse("masks that are tensors", model)
-    refuse(f"a mask of lengths {mask.seen.lengths} on tensors of {lengths}", model)
+    if isinstance(mask, Mask):
+        refuse(f"a mask of lengths {mask.seen.lengths} on tensors of {lengths}", model)
+    sizes = (query.shape[0], query.shape[1], *lengths)
+    has_sizes = mask.dim() == 4 and all(n in (1, m) for n, m in zip(mask.shape, sizes, strict=True))
+    if not has_sizes or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        what = f"a mask of shape {tuple(mask.shape)} and {checks.name_of(mask.dtype)}"
+        refuse(f"{what} on scores of shape {sizes}", model)
+    return Seen(lengths, False, visible=lengths[1], model=model)  # the mask has all that is hidden
+
+
+def _bias_of(mask: Tensor, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What a mask that is a tensor (B, H, Nq, Nk), or 1 in place of these, adds to the scores:
+    itself, or -inf where it is False; and `position_bias`."""
+    if mask.dtype == torch.bool:
+        hidden = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
+    else:
+        hidden = mask if mask.dtype == torch.float32 else mask.to(dtype)
+    return hidden if position_bias is None else position_bias + hidden
 
 
 def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
