@@ -482,6 +482,7 @@ OWN_ATTENTION = {
     "deberta-v2": T.DebertaV2Config(**TEXT),
     "fsmt": T.FSMTConfig(d_model=64, encoder_layers=1, decoder_layers=1),
     "xlnet": T.XLNetConfig(d_model=64, n_layer=2, n_head=4, d_inner=96),
+    "git": T.GitConfig(**TEXT, vision_config={**SIZES, "image_size": 32}),
 }  # fmt: skip
 
 
@@ -515,6 +516,35 @@ def test_a_model_beside_one_with_an_attention_of_its_own() -> None:
         assert model.decoder.config._attn_implementation == name
         ids = torch.arange(3, 11)[None]
         made.append(model(pixel_values=torch.ones(1, 3, 32, 32), decoder_input_ids=ids)[0])
+    torch.testing.assert_close(*made, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Sam", "SamHQ"])
+def test_a_tower_with_an_attention_of_its_own(name: str) -> None:
+    """The tower is refused by its name, the rest is served."""
+    vision = {**SIZES, "mlp_dim": 96, "image_size": 32, "patch_size": 4, "output_channels": 16}
+    vision |= {"global_attn_indexes": [1], "window_size": 4, "num_pos_feats": 8}
+    decoder = {"hidden_size": 16, "mlp_dim": 32, "num_attention_heads": 2, "vit_dim": 64}
+    prompt = {"hidden_size": 16, "image_size": 32, "patch_size": 4, "mask_input_channels": 4}
+    config = getattr(T, f"{name}Config")(
+        vision_config=vision, mask_decoder_config=decoder, prompt_encoder_config=prompt
+    )
+    make = getattr(T, f"{name}Model")._from_config
+    with pytest.raises(ValueError, match=f"as {name}VisionEncoder has"):
+        make(copy.deepcopy(config), attn_implementation="cute_fa")
+    model = make(copy.deepcopy(config))
+    model.set_attn_implementation("cute_fa")  # the tower stays as it is, and may get modules
+    model.vision_encoder.extra = torch.nn.Linear(1, 1)
+    inputs = {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": torch.ones(1, 1, 2, 2)}
+    made = []
+    for implementation in ("sdpa", "cute_fa"):
+        torch.manual_seed(0)
+        parts = {"": implementation, "vision_config": "sdpa"}
+        model = make(copy.deepcopy(config), attn_implementation=parts).eval()
+        with mock.patch.object(flash_cute, "forward", wraps=flash_cute.forward) as calls:
+            made.append(model(**inputs, multimask_output=True).pred_masks)
+        assert (calls.call_count > 0) == (implementation == "cute_fa")
     torch.testing.assert_close(*made, rtol=0, atol=1e-5)
 
 

@@ -9,9 +9,12 @@ made, if transformers can tell that it has one.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -435,10 +438,34 @@ def _packed_lengths(
     return None
 
 
+@functools.cache
+def _has_classes_by_name(model: type) -> bool:
+    """Whether a layer of the model, as it is made, takes its attention's class from a dict that has
+    no `NAME`. Parts that are models themselves do not count."""
+    found = [model]
+    for cls in found:
+        inits = (inspect.unwrap(vars(base).get("__init__", object)) for base in cls.__mro__)
+        for init in filter(inspect.isfunction, inits):
+            for name in _names(init.__code__):
+                x: Any = init.__globals__.get(name)
+                if isinstance(x, dict) and isinstance(x.get("eager"), type) and NAME not in x:
+                    return True
+                is_part = isinstance(x, type) and issubclass(x, torch.nn.Module)
+                if is_part and not issubclass(x, PreTrainedModel) and x not in found:
+                    found.append(x)
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    """What the code looks up, comprehensions included."""
+    inner = (x for x in code.co_consts if isinstance(x, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
 def _refuse_own_attention(module: torch.nn.Module, *_: Any) -> None:
     """Called ahead of each submodule that any module gets. A model of transformers has its
-    configuration by its first."""
-    if not isinstance(module, PreTrainedModel):
+    configuration by its first. Those that are made may get more."""
+    if not isinstance(module, PreTrainedModel) or module._modules:
         return
     config = getattr(module, "config", None)
     if getattr(config, "_attn_implementation", None) != NAME:
@@ -450,7 +477,8 @@ def _refuse_own_attention(module: torch.nn.Module, *_: Any) -> None:
     # transformers' own test of whether a model looks its attention up by name. It reads source
     # text, and keeps what it finds: without the text it has no answer.
     getattr(theirs, "_can_set_attn_implementation", bool)()
-    if getattr(theirs, "_can_set_attn_implementation_cached_value", None) is False:
+    is_own = getattr(theirs, "_can_set_attn_implementation_cached_value", None) is False
+    if is_own or (theirs is not None and _has_classes_by_name(theirs)):
         refuse(
             f"models with an attention of their own, as {theirs.__name__} has",
             str(getattr(config, "model_type", "")),
