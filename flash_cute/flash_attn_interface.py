@@ -26,6 +26,7 @@ import flash_cute
 from flash_cute import checks, layouts
 from flash_cute.flash_attn.flash_attn_interface import CACHES, append, dense_with_caches
 from flash_cute.layouts import Window, refuse
+from flash_cute.options import refusal_of_memory
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -224,6 +225,8 @@ def flash_attn_combine(
     merged = merged.transpose(1, 2).to(dtype)
     if out is not None:
         layouts.check_like("out", out, merged)
+        if (error := refusal_of_memory("out", out, {})) is not None:
+            raise error
         merged = out.copy_(merged)
     return merged, lse.transpose(1, 2)
 

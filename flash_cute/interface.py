@@ -83,7 +83,8 @@ def forward(
             on a GPU, where otherwise q's gradient is summed in any order; those of k and v, and on
             the CPU all, are always the same.
         out: (B, Hq, Nq, Dv), of q's dtype (autocast's, within it) and device, which is written and
-            returned. Not where gradients are asked for.
+            returned. Not where gradients are asked for. It may be q, but shares no memory with
+            another input.
         arch: for tests and benchmarks, the kernels that are to run: "sm80" (on every GPU from
             Ampere on) or "sm90" (on Hopper alone, where they are the default).
 
@@ -105,8 +106,8 @@ def forward(
         TypeError: an argument's type or dtype is not one of those above.
         ValueError: shapes or devices do not go together, the scale is NaN or infinite, the softcap
             is too in float32, or below 0, a side of the window is below -1, alibi_slopes requires a
-            gradient, or out is expanded or given where one is asked for, or the GPU is too old, or
-            not one that runs `arch`.
+            gradient, or out is given where one is asked for, or shares memory as it must not, or
+            the GPU is too old, or not one that runs `arch`.
         RuntimeError: this build or driver cannot serve the call. The driver is too old, the head
             dim was left out of the build, or there are 2^31 tiles or more. Likewise if the kernels
             of `arch` were not built, or cannot read these tensors or take this dtype or scale.
@@ -412,7 +413,7 @@ def _refusal(
         or options.refusal_of_window(arguments["window_size"])
         or options.refusal_of_softcap(softcap)
         or options.refusal_of_tensors(q, k, tensors)
-        or (None if out is None else options.refusal_of_out(q, v, out))
+        or (None if out is None else options.refusal_of_out(q, v, out, given))
         or options.refusal_of_gradients(given, out)
         or checks.refusal_of_derivatives(given)
     )

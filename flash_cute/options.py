@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import checks, ops
+from flash_cute import checks, memory, ops
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -171,8 +171,10 @@ def refusal_of_gradients(tensors: dict[str, Tensor | None], out: Any) -> Excepti
     return None
 
 
-def refusal_of_out(q: Tensor, v: Tensor, out: Any) -> Exception | None:
-    """As `checks.refusal`, of an `out` that is not None."""
+def refusal_of_out(
+    q: Tensor, v: Tensor, out: Any, inputs: dict[str, Tensor | None]
+) -> Exception | None:
+    """As `checks.refusal`, of an `out` that is not None. `inputs` are all that are read."""
     if not isinstance(out, Tensor):
         return TypeError(f"out is {checks.type_of(out)}: it must be a torch.Tensor or None")
     if (error := checks.refusal_of_layout("out", out)) is not None:
@@ -184,12 +186,26 @@ def refusal_of_out(q: Tensor, v: Tensor, out: Any) -> Exception | None:
         return TypeError(f"{dtypes}: they must have the same dtype")
     if out.device != q.device:
         return ValueError(f"out is on {out.device} and q on {q.device}: they must be the same")
-    if out.numel() > 0 and any(
-        n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
-    ):
-        return ValueError(f"out has strides {out.stride()}: it must not be expanded")
     if out.requires_grad and torch.is_grad_enabled():
         return ValueError("out requires a gradient: it must not, as it is written")
+    return refusal_of_memory("out", out, {**inputs, "q": None if _is_same(q, out) else q})
+
+
+def _is_same(q: Tensor, out: Tensor) -> bool:
+    return out is q or (have_values(q, out) and out.is_set_to(q))
+
+
+def refusal_of_memory(name: str, x: Tensor, inputs: dict[str, Any]) -> Exception | None:
+    """As `checks.refusal`, of an x that is written, if its elements share memory with each other or
+    those of `inputs`. Of compiled code it sees whether x is expanded."""
+    has_memory = have_values(x)
+    if memory.overlaps_itself(x) if has_memory else memory.is_expanded(x):
+        return ValueError(f"{name} has strides {tuple(x.stride())}: its elements must not overlap")
+    for other_name, other in inputs.items() if has_memory else ():
+        if other is not None and memory.overlap(x, other):
+            return ValueError(
+                f"{name} shares memory with {other_name}: it must not, as it is written"
+            )
     return None
 
 

@@ -238,6 +238,11 @@ def test_cache(module: Any, device: str) -> None:
         ({"k_cache": keys, "v_cache": values}, "k_cache has 3 sequences and q has 2"),
         ({"cache_seqlens": 9, "v": v_new.double()}, "v is float64 on .* as v_cache"),
         ({"cache_seqlens": 9, "k": k_new[:, :, :1]}, r"k has shape \(2, 3, 1, 16\)"),
+        (
+            {"cache_seqlens": 9, "v_cache": v_cache[:1].expand(2, -1, -1, -1)},
+            "v_cache has strides .*: its elements must not overlap",
+        ),
+        ({"cache_seqlens": 9, "v": k_cache[:2, 8:11]}, "k_cache shares memory with v: it must not"),
         ({"q": q[0]}, r"q has shape \(3, 4, 16\): it must be \(B, N, H, D\)"),
     ):
         with pytest.raises((TypeError, ValueError), match=match):
@@ -429,6 +434,8 @@ def test_combine(device: str) -> None:
     assert fa3.flash_attn_combine(outs, lses)[0].dtype == torch.float32
     with pytest.raises(ValueError, match="out has shape, dtype and device"):
         fa3.flash_attn_combine(outs, lses, space)
+    with pytest.raises(ValueError, match=r"out has strides .*must not overlap"):
+        fa3.flash_attn_combine(outs, lses, space[:1].expand(shape), dtype)
     assert fa3.get_scheduler_metadata(2, 9, 27, 3, 3, 16, None) is None
 
 

@@ -22,7 +22,7 @@ from support import (
 )
 
 import flash_cute
-from flash_cute import options, tolerance
+from flash_cute import memory, options, tolerance
 
 F64 = torch.float64
 #: Not in fp64: there the exact result is no more exact than the one that it is to judge.
@@ -242,10 +242,49 @@ def test_out_is_written():
         flash_cute.forward(q, k, v, out=out)
 
 
+def elements_of(x):
+    """Their places in the storage."""
+    size = x.untyped_storage().size() // x.element_size()
+    return torch.arange(size).as_strided(x.shape, x.stride(), x.storage_offset()).flatten().tolist()
+
+
+def test_what_shares_memory():
+    """Exact of slices; of what else as_strided makes, nothing is missed."""
+    dice, found = random.Random(0), [0, 0]
+    base = torch.empty(3, 4, 5, 6)
+    for _ in range(3000):
+        slices = []
+        for _ in range(2):
+            ends = (sorted(dice.sample(range(n + 1), 2)) for n in base.shape)
+            x = base[tuple(slice(*pair) for pair in ends)]
+            slices.append(x.permute(dice.sample(range(4), 4)))
+        is_shared = not set(elements_of(slices[0])).isdisjoint(elements_of(slices[1]))
+        assert memory.overlap(*slices) == is_shared and not memory.overlaps_itself(slices[0])
+        found[is_shared] += 1
+        sizes = [dice.randint(0, 4) for _ in range(3)]
+        strided = [base.as_strided(sizes, [dice.randint(0, 20) for _ in sizes]) for _ in range(2)]
+        places = [elements_of(x) for x in strided]
+        assert memory.overlap(*strided) or set(places[0]).isdisjoint(places[1])
+        assert memory.overlaps_itself(strided[0]) or len(set(places[0])) == len(places[0])
+    assert min(found) > 500
+    assert not memory.overlap(base, torch.empty_like(base))
+
+
+def test_out_beside_its_inputs():
+    """It may be q, and lie beside q, k and v in one tensor."""
+    fused = torch.randn(2, 5, 4, 3, 16)
+    q, k, v, out = (x.transpose(1, 2) for x in fused.unbind(2))
+    expected = flash_cute.forward(q, k, v)[0]
+    for target in (out, q):
+        flash_cute.forward(q, k, v, out=target)
+        assert torch.equal(target, expected)
+
+
 def ints(*numbers, dtype=torch.int32):
     return torch.tensor(numbers, dtype=dtype)
 
 
+SHARED = torch.zeros(2, 6, 8, 16)
 REFUSALS = {
     "window no pair": ({"window_size": 5}, TypeError, r"window_size is an int \(5\): .* pair"),
     "window of one": ({"window_size": (5,)}, TypeError, "window_size is a tuple .* pair"),
@@ -293,12 +332,30 @@ REFUSALS = {
     "expanded out": (
         {"out": torch.empty(1, 1, 8, 16).expand(2, 4, 8, 16)}, ValueError, "out has strides"
     ),
+    "out of overlapping rows": (
+        {"out": torch.empty(1200).as_strided((2, 4, 8, 16), (512, 128, 15, 1))}, ValueError,
+        r"out has strides \(512, 128, 15, 1\): its elements must not overlap",
+    ),
+    "out on v": (
+        {"v": SHARED[:, :2], "out": SHARED[:, 1:5]}, ValueError, "out shares memory with v: .* not"
+    ),
+    "out on a bias": (
+        {"bias": SHARED[:, :4, :, :8], "out": SHARED[:, :4]}, ValueError,
+        "out shares memory with bias",
+    ),
+    "out on rows of q": (
+        {"q": SHARED[:, :4], "out": SHARED[:, 1:5]}, ValueError, "out shares memory with q"
+    ),
     "out's dtype": ({"out": torch.empty(2, 4, 8, 16).half()}, TypeError, "out is float16 and q is"),
     "out elsewhere": (
         {"out": torch.empty(2, 4, 8, 16, device="meta")}, ValueError, "out is on meta and q on cpu"
     ),
 }  # fmt: skip
 REFUSALS_OF_PACKED = {
+    "out on k": (
+        {"k": SHARED[0, 3:5].transpose(0, 1), "out": SHARED[0, :4].transpose(0, 1)}, ValueError,
+        "out shares memory with k",
+    ),
     "no ends": ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q is a NoneType: .* torch.Tensor"),
     "ends of floats": (
         {"cu_seqlens_q": torch.ones(3)}, TypeError, "cu_seqlens_q is float32: .* int32"
