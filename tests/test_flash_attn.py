@@ -290,6 +290,22 @@ def test_compile() -> None:
         torch.testing.assert_close(x, right)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_compiled_caches_are_written_once_all_is_checked(is_packed: bool) -> None:
+    q, *new, keys, values = tensors(
+        "cpu", (2, 3, 3, 16), *((2, 3, 2, 16),) * 2, *((2, 9, 2, 16),) * 2
+    )
+    caches = [keys.clone(), values.clone()]
+    call: dict[str, Any] = {"cache_seqlens": torch.tensor([3, 4]).int()}
+    if is_packed:
+        q, call["cu_seqlens_q"] = q.flatten(0, 1), torch.tensor([0, 3, 6]).int()
+    compiled = torch.compile(fa3.flash_attn_with_kvcache, backend="eager")
+    with pytest.raises(ValueError, match="q has 3 heads and k_cache and v_cache have 2"):
+        compiled(q, *caches, *new, **call)
+    assert torch.equal(caches[0], keys) and torch.equal(caches[1], values)
+
+
 @pytest.mark.parametrize(
     "call, option, match",
     [

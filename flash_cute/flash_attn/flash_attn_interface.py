@@ -318,10 +318,9 @@ def append(
         _check_values("cache_seqlens", cache_seqlens, k_cache.shape[1] - k.shape[1])
         tokens = used[:, None] + torch.arange(k.shape[1], device=k_cache.device)
         used = (used + k.shape[1]).int()
-        if not torch.compiler.is_compiling():  # compiled code may raise once it has written
-            scalars = (autocast(x.new_empty(())) for x in (k_cache, v_cache))
-            sizes = ((batch, *x.shape[1:]) for x in (k_cache, v_cache))
-            check(*(x.expand(size) for x, size in zip(scalars, sizes, strict=True)), seqused_k=used)
+        scalars = (autocast(x.new_empty(())) for x in (k_cache, v_cache))
+        sizes = ((batch, *x.shape[1:]) for x in (k_cache, v_cache))
+        check(*(x.expand(size) for x, size in zip(scalars, sizes, strict=True)), seqused_k=used)
         k_cache[rows[:, None], tokens] = k
         v_cache[rows[:, None], tokens] = v
     else:
