@@ -218,8 +218,10 @@ def flash_attn_combine(
     lse_partial (splits, B, N, H), by `flash_cute.merge`: (B, N, H, D), of out_dtype (by default
     that of out_partial), and (B, N, H). With `out` it is written there."""
     layouts.check_dims("(splits, B, N, H, D)", out_partial=out_partial)
-    layouts.check_dims("(splits, B, N, H)", lse_partial=lse_partial)
-    dtype = out_dtype or out_partial.dtype
+    layouts.check_shape("lse_partial", lse_partial, out_partial.shape[:-1])
+    dtype = out_partial.dtype if out_dtype is None else out_dtype
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"out_dtype is {checks.shown(dtype)}: it must be a torch.dtype or None")
     outs = out_partial.to(torch.promote_types(out_partial.dtype, dtype)).transpose(2, 3).unbind()
     merged, lse = flash_cute.merge(outs, lse_partial.transpose(2, 3).unbind())
     merged = merged.transpose(1, 2).to(dtype)
@@ -285,6 +287,7 @@ def _flash_attn_forward(
     if cu_seqlens_q is None:
         refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
         if out_ is not None:
+            layouts.check_dims("(B, N, H, D)", out_=out_)
             options["out"] = out_.transpose(1, 2)
         return *layouts.dense(q, k, v, options), None, None
     options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}

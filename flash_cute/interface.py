@@ -124,7 +124,7 @@ def forward(
         and type(q) is type(k) is type(v) is Tensor
         and type(is_causal) is bool
         and (softmax_scale is None or type(softmax_scale) is float)
-        and (window_size is _OPEN or (type(window_size) is tuple and window_size == _OPEN))
+        and (window_size is _OPEN or is_open(window_size))
         and (softcap is _OFF or softcap is None or (type(softcap) is float and softcap == 0.0))
         and alibi_slopes is bias is learnable_sink is seqused_k is key_start is out is None
         and deterministic is None
@@ -171,6 +171,12 @@ def forward(
         out=out,
         arch=arch,
     )
+
+
+def is_open(window: Any) -> bool:
+    """Whether the window is (-1, -1) in ints. Tensors might not be comparable."""
+    is_pair = type(window) is tuple and len(window) == 2
+    return is_pair and type(window[0]) is type(window[1]) is int and window == _OPEN
 
 
 def forward_varlen(

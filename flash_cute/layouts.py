@@ -33,11 +33,15 @@ _INSTEAD = {
 def refuse(**options: Any) -> None:
     """Raises a NotImplementedError for the first option that is given: neither None nor zero."""
     for name, x in options.items():
-        if x is None or (isinstance(x, numbers.Number) and not x):
+        if _is_off(x):
             continue
         shown = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
         instead = _INSTEAD.get(name, "flash_cute does not serve it")
         raise NotImplementedError(f"{name} is {shown}: {instead}")
+
+
+def _is_off(x: Any) -> bool:
+    return x is None or (isinstance(x, numbers.Number) and not x)
 
 
 def check_dims(shape: str, **tensors: Any) -> None:
@@ -51,6 +55,14 @@ def check_dims(shape: str, **tensors: Any) -> None:
             size.isdigit() and int(size) != n for size, n in zip(sizes, x.shape, strict=True)
         ):
             raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {shape}")
+
+
+def check_shape(name: str, x: Any, shape: torch.Size) -> None:
+    """Likewise, if x has another shape."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {checks.shown(x)}: it must be a torch.Tensor")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {tuple(shape)}")
 
 
 def check_like(name: str, x: Tensor, wanted: Tensor) -> None:
@@ -89,12 +101,12 @@ def options_of(
     window: Any = window_size
     if isinstance(window, (tuple, list)) or (isinstance(window, Tensor) and window.dim() == 1):
         window = tuple(_side(side) for side in window)
-    if not isinstance(window, tuple) or window != (-1, -1):
+    if not interface.is_open(window):
         options["window_size"] = window
-    if softcap:
+    if not _is_off(softcap):
         options["softcap"] = softcap
-    if deterministic:
-        options["deterministic"] = True
+    if not _is_off(deterministic):
+        options["deterministic"] = deterministic
     options.update((name, x) for name, x in tensors.items() if x is not None)
     return options
 
@@ -193,6 +205,7 @@ def backward(
     for hint in ("max_seqlen_q", "max_seqlen_k"):
         keywords.pop(hint, None)
     if cu_seqlens_q is None:
+        check_dims("(B, N, H, D)", dout=dout, q=q, k=k, v=v, out=out)
         dout, q, k, v, out = heads_first(dout, q, k, v, out)
         return heads_first(*ops.bwd(dout, q, k, v, out, lse, **keywords)[:3])
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -201,7 +214,11 @@ def backward(
 
 
 def write(targets: Iterable[Tensor | None], gradients: Iterable[Tensor]) -> None:
-    """Copies each gradient whose target is a tensor."""
-    for target, gradient in zip(targets, gradients, strict=True):
+    """Copies each of (dq, dk, dv) whose target is a tensor, once all fit."""
+    given = list(zip(("dq", "dk", "dv"), targets, gradients, strict=True))
+    for name, target, gradient in given:
+        if target is not None:
+            check_shape(name, target, gradient.shape)
+    for _, target, gradient in given:
         if target is not None:
             target.copy_(gradient)

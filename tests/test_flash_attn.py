@@ -348,6 +348,41 @@ def test_what_is_not_served_raises(
             fa3.flash_attn_func, [*torch.ones(3, 1, 8, 2, 16), None, False, *[None] * 4, 3],
             TypeError, r"window_size is an int \(3\): it must be a pair",
         ),
+        (
+            fa2.flash_attn_func,
+            [*torch.ones(3, 1, 8, 2, 16), 0.0, None, False, (torch.ones(3), -1)],
+            TypeError, "window_size is a tuple .*: each side must be an int",
+        ),
+        (
+            fa2.flash_attn_func,
+            [*torch.ones(3, 1, 8, 2, 16), 0.0, None, False, (-1, -1), torch.ones(3)],
+            TypeError, "softcap is a torch.Tensor .*: it must be a float",
+        ),
+        (
+            fa2.flash_attn_func,
+            [*torch.ones(3, 1, 8, 2, 16), 0.0, None, False, (-1, -1), 0.0, None, torch.ones(3)],
+            TypeError, "deterministic is a torch.Tensor .*: it must be True, False",
+        ),
+        (
+            fa2.flash_attn_with_kvcache,
+            [*torch.ones(3, 1, 8, 2, 16), None, None, None, None, 10**30],
+            ValueError, r"cache_seqlens is 10+: it must be 0 to 8",
+        ),
+        (
+            fa3.flash_attn_combine, [torch.ones(2, 1, 8, 2, 16), torch.ones(2, 1, 2, 8)],
+            ValueError, r"lse_partial has shape \(2, 1, 2, 8\): it must be \(2, 1, 8, 2\)",
+        ),
+        (
+            fa3.flash_attn_combine,
+            [torch.ones(2, 1, 8, 2, 16), torch.ones(2, 1, 8, 2), None, "fp16"],
+            TypeError, "out_dtype is a str .*: it must be a torch.dtype",
+        ),
+        (  # which would be broadcast
+            fa2_private._flash_attn_backward,
+            [*torch.ones(5, 1, 8, 2, 16), torch.ones(1, 2, 8), torch.ones(2, 8, 2, 16), None, None,
+             0.0, None, False],
+            ValueError, r"dq has shape \(2, 8, 2, 16\): it must be \(1, 8, 2, 16\)",
+        ),
     ],
 )  # fmt: skip
 def test_refusals_name_what_was_given(

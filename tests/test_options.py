@@ -290,6 +290,9 @@ REFUSALS = {
     "window of one": ({"window_size": (5,)}, TypeError, "window_size is a tuple .* pair"),
     "window -2": ({"window_size": (-2, 0)}, ValueError, r"window_size is .*\(-2, 0\).* 0 or more"),
     "window 1.0": ({"window_size": (1.0, 0)}, TypeError, "window_size is .* an int, or None"),
+    "window of tensors": (
+        {"window_size": (torch.ones(3), -1)}, TypeError, "window_size is .* an int, or None"
+    ),
     "softcap -1": ({"softcap": -1.0}, ValueError, r"softcap is a float \(-1.0\): .* or more"),
     "softcap 1e39": ({"softcap": 1e39}, ValueError, "softcap is .* finite in float32"),
     "softcap 10**400": ({"softcap": 10**400}, ValueError, "softcap is .* finite in float32"),

@@ -305,6 +305,7 @@ def append(
     if isinstance(used, bool):
         raise TypeError(f"cache_seqlens is {used}: it must be an int or a tensor")
     if isinstance(used, (int, numbers.Integral)):
+        _check_values("cache_seqlens", int(used), k_cache.shape[1])
         used = torch.full(rows.shape, int(used), dtype=torch.int32, device=k_cache.device)
     if used is not None:
         _check_integers("cache_seqlens", used)
