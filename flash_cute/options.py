@@ -78,13 +78,15 @@ def refusal_of_tensors(q: Tensor, k: Tensor, tensors: dict[str, Tensor | None]) 
     if "learnable_sink" in given and given["learnable_sink"].shape != (heads,):
         wanted = f"({heads},), one for each head of q"
         return _wrong_shape("learnable_sink", given["learnable_sink"], wanted)
-    if "alibi_slopes" in given and given["alibi_slopes"].shape not in ((heads,), (batch, heads)):
+    # Of symbolic sizes Dynamo compares by ==, but not by `in`.
+    shape = given["alibi_slopes"].shape if "alibi_slopes" in given else (heads,)
+    if shape != (heads,) and shape != (batch, heads):
         wanted = f"({heads},) or ({batch}, {heads}), one for each head of q"
         return _wrong_shape("alibi_slopes", given["alibi_slopes"], wanted)
     if "bias" in given:
         whole = (batch, heads, q.shape[2], k.shape[2])
         sizes = given["bias"].shape
-        if len(sizes) != 4 or any(a not in (1, b) for a, b in zip(sizes, whole, strict=True)):
+        if len(sizes) != 4 or any(a != 1 and a != b for a, b in zip(sizes, whole, strict=True)):
             wanted = f"{whole}, or have 1 in place of some of these"
             return _wrong_shape("bias", given["bias"], wanted)
     return None

@@ -82,6 +82,17 @@ def test_dynamic_head_dims_are_one_graph(device, dtype, is_causal):
     assert counter.frame_count == 1
 
 
+def test_slopes_of_one_head_of_one_sequence():
+    """Their sizes are 1, the number of sequences is one less than a size of cu_seqlens_q."""
+    q, slopes, ends = torch.randn(7, 1, 16), torch.rand(1, 1), torch.tensor([0, 7]).int()
+
+    def attention(q, slopes, ends):
+        return flash_cute.forward_varlen(q, q, q, ends, alibi_slopes=slopes)[0]
+
+    compiled = torch.compile(attention, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(q, slopes, ends), attention(q, slopes, ends))
+
+
 @pytest.mark.parametrize("dynamic", [None, False, True])
 def test_scales_that_change_compile_as_often_as_sdpas(dynamic):
     def graphs(attention):

@@ -357,7 +357,9 @@ def _seen(
     if isinstance(mask, Mask):
         refuse(f"a mask of lengths {mask.seen.lengths} on tensors of {lengths}", model)
     sizes = (query.shape[0], query.shape[1], *lengths)
-    has_sizes = mask.dim() == 4 and all(n in (1, m) for n, m in zip(mask.shape, sizes, strict=True))
+    has_sizes = mask.dim() == 4 and all(
+        n == 1 or n == m for n, m in zip(mask.shape, sizes, strict=True)
+    )
     if not has_sizes or not (mask.dtype == torch.bool or mask.is_floating_point()):
         what = f"a mask of shape {tuple(mask.shape)} and {checks.name_of(mask.dtype)}"
         refuse(f"{what} on scores of shape {sizes}", model)
