@@ -20,10 +20,6 @@ struct PipelineState {
       parity ^= 1;  // fault: parity
     }
   }
-  // As it was ahead of the last advance().
-  CUTE_DEVICE PipelineState before() const {
-    return stage == 0 ? PipelineState{kStages - 1, parity ^ 1} : PipelineState{stage - 1, parity};
-  }
 };
 
 }  // namespace flash_cute::sm90

@@ -252,9 +252,9 @@ class BwdMainloop {
   }
 
   // C += A B^T, and other work `meanwhile` (sm80/gemm.h). In fp32 each k8 step from zero, as errors
-  // of dP - delta do not average out. Two of them are added up ahead of C, which is large after
-  // many rows. They stand in a loop: in one piece, ptxas has too much on its way.
-  template <class LoadA, class LoadB, class TiledMma, class A, class B, class C,
+  // of dP - delta do not average out. kTerms of them are added up ahead of C. Two steps stand in a
+  // loop: in one piece, ptxas has too much on its way.
+  template <class LoadA, class LoadB, int kTerms = 1, class TiledMma, class A, class B, class C,
             class Meanwhile = DoNothing>
   CUTE_DEVICE void multiply(TiledMma mma, const A& sA, const B& sB, C& rC,
                             const Meanwhile& meanwhile = {}) const {
@@ -264,7 +264,7 @@ class BwdMainloop {
       meanwhile(0, 1);
       CUTE_NO_UNROLL
       for (int i = 0; i < size<1>(sA) / 16; ++i) {
-        staged_smem_gemm<LoadA, LoadB, 1, 2, 1>(
+        staged_smem_gemm<LoadA, LoadB, 1, kTerms, 1>(
             mma, platform::rematerialize(thread, i),
             local_tile(sA, make_shape(size<0>(sA), _16{}), make_coord(_0{}, i)),
             local_tile(sB, make_shape(size<0>(sB), _16{}), make_coord(_0{}, i)), rC, DoNothing{});
@@ -283,13 +283,14 @@ class BwdMainloop {
         TiledMma{}, sA, sB, rC, meanwhile);
   }
 
-  // dK or dV += A B^T, where both lie transposed in shared memory.
+  // dK or dV += A B^T, where both lie transposed in shared memory. They are large after many rows:
+  // with two terms, half as many sums are rounded beside them.
   template <class A, class B, class C, class Meanwhile = DoNothing>
   CUTE_DEVICE void accumulate(const A& sA, const B& sB, C& rC,
                               const Meanwhile& meanwhile = {}) const {
     multiply<typename Traits::template LoadTransposedA<TiledMmaDkv>,
-             typename Traits::template LoadTransposedB<TiledMmaDkv>>(TiledMmaDkv{}, sA, sB, rC,
-                                                                     meanwhile);
+             typename Traits::template LoadTransposedB<TiledMmaDkv>, 2>(TiledMmaDkv{}, sA, sB, rC,
+                                                                        meanwhile);
   }
 
   // (rows, columns) -> (row, key), in the tile

@@ -44,6 +44,7 @@ class BwdMainloop {
   using TileMask = typename Scores::TileMask;
 
   using State = typename BwdPipeline<Traits>::ConsumerState;
+  using DsState = typename BwdPipeline<Traits>::DsState;
 
   // For one tile. `state` goes on from the tile before.
   CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, const TileCoord& tile,
@@ -209,9 +210,7 @@ class BwdMainloop {
       warpgroup_fence_operand(tdVrdV);
       hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);
     };
-    const auto gemm_dk = [&] {
-      gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK);
-    };
+    const auto gemm_dk = [&] { gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK); };
     // The consumers compute dQ in turns, of the block before: nobody waits for dS of another.
     if (dq_consumer_ == consumer_) {
       // ((2, 2, kHeadDim / 8), 1, 1)
@@ -277,10 +276,17 @@ class BwdMainloop {
 
   // -- dS and dQ ----------------------------------------------------------------------------------
 
+  // Where dS of the block before is.
+  CUTE_DEVICE DsState ds_before() const {
+    static_assert(Traits::kDsStages == 2);
+    const int stage = state_.ds.stage ^ 1;
+    return {stage, state_.ds.parity ^ static_cast<uint32_t>(stage)};
+  }
+
   // Issues dQ of the block before.
   template <class Dq>
   CUTE_DEVICE void gemm_dq(Dq& tdQrdQ) {
-    const auto ds = state_.ds.before();
+    const DsState ds = ds_before();
     smem_.ds_full[ds.stage].wait(ds.parity);  // dS of all consumers; fault: bwd90-ds-full
     gemm_ss<kBlockN>(MmaDq{}, ds_operand(ds.stage), kt_operand(), tdQrdQ);
   }
@@ -313,7 +319,7 @@ class BwdMainloop {
   template <class Dq>
   CUTE_DEVICE void add_dq(QueryBlock block, Dq& tdQrdQ) {
     warpgroup_fence_operand(tdQrdQ);
-    hopper::arrive_of_warp(smem_.ds_empty[state_.ds.before().stage]);
+    hopper::arrive_of_warp(smem_.ds_empty[ds_before().stage]);
     if (arguments_.dq_by == DqBy::kTile) {
       return store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
           place_of_dq(sequence_, tile_.batch, block.head), block.m_block * kBlockM,

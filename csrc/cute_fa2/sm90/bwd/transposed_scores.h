@@ -45,8 +45,7 @@ class TransposedScores {
   CUTE_DEVICE auto lse_of_rows(const RowGradStats* stats) const {
     using namespace cute;
     auto lse_log2 = no_lse();
-    for_each_row(stats,
-                 [&](int c, const RowGradStats& of_row) { lse_log2(c) = of_row.lse_log2; });
+    for_each_row(stats, [&](int c, const RowGradStats& of_row) { lse_log2(c) = of_row.lse_log2; });
     return lse_log2;
   }
 

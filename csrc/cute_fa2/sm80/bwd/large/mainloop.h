@@ -279,7 +279,7 @@ class LargeBwdMainloop {
     for (int i = 0; i < kSummedChunks; ++i) {
       auto sSummedT = make_tensor(make_smem_ptr(chunk()),  // (kColumns, kChunkRows)
                                   typename Traits::SmemLayoutSummedT{});
-      multiply_chunk<typename Traits::LoadTransposedB>(
+      multiply_chunk<typename Traits::LoadTransposedB, 2>(
           TiledMmaGradient{}, i,
           local_tile(sWeights, typename Traits::ShapeWeights{}, make_coord(_0{}, i)), sSummedT,
           gradient);
@@ -298,16 +298,16 @@ class LargeBwdMainloop {
     }
   }
 
-  // C += A B^T, both in this chunk or A in shared memory.
-  template <class LoadB, class TiledMma, class A, class B, class C>
+  // C += A B^T, both in this chunk or A in shared memory. In fp32 kTerms k8 steps are added up
+  // ahead of C.
+  template <class LoadB, int kTerms = 1, class TiledMma, class A, class B, class C>
   CUTE_DEVICE void multiply_chunk(TiledMma mma, int index, const A& sA, const B& sB, C& rC) {
     using LoadA = typename Traits::template LoadA<TiledMma>;
     const unsigned thread = platform::rematerialize(thread_, index);
     const auto midway = at_half([this] { this->midway(); });
     if constexpr (Traits::kIsFp32) {
-      // Each k8 step from zero, as errors of dP - delta do not average out. Two are added up ahead
-      // of C.
-      staged_smem_gemm<LoadA, LoadB, 1, 2, 1>(mma, thread, sA, sB, rC, midway);
+      // Each k8 step from zero, as errors of dP - delta do not average out.
+      staged_smem_gemm<LoadA, LoadB, 1, kTerms, 1>(mma, thread, sA, sB, rC, midway);
     } else {
       smem_gemm<LoadA, LoadB>(mma, thread, sA, sB, rC, midway);
     }
