@@ -231,7 +231,7 @@ def test_cache(module: Any, device: str) -> None:
         ({"cache_seqlens": torch.tensor([3, 12])}, r"cache_seqlens\[1\] is 12: it must be 0 to 11"),
         ({"cache_seqlens": 9, "q": q[:, :, :3]}, "q has 3 heads and k_cache and v_cache have 2"),
         ({"cache_seqlens": 9, "softmax_scale": math.nan}, "softmax_scale is a float .nan."),
-        ({"cache_seqlens": 9, "cache_leftpad": torch.ones(2)}, "cache_leftpad is float32"),
+        ({"cache_seqlens": 9, "cache_leftpad": lengths.float()}, "cache_leftpad is float32"),
         ({"cache_seqlens": 9, "cache_batch_idx": rows[:1]}, r"cache_batch_idx has shape \(1,\)"),
         ({"cache_seqlens": 9, "v_cache": v_cache[:2, 1:]}, r"v_cache has shape \(2, 13, 2, 16\)"),
         ({"cache_seqlens": True}, "cache_seqlens is True"),
