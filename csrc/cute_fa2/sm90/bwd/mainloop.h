@@ -38,6 +38,8 @@ class BwdMainloop {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
+  // Log-sum-exps, a step ahead. Where scores change, and at head dim 96, ptxas would spill.
+  static constexpr bool kLoadsLseEarly = kMask != MaskKind::kScored && Traits::kHeadDim != 96;
 
  public:
   using Scores = TransposedScores<Traits, kMask>;
@@ -74,7 +76,8 @@ class BwdMainloop {
     state_.kv_parity ^= 1;
     QueryBlock before{};
     wait_for_rows();
-    auto lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+    auto lse = Scores::no_lse();
+    if constexpr (kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     QueryBlock block = walk.first();
     CUTE_NO_UNROLL
     while (true) {
@@ -176,7 +179,7 @@ class BwdMainloop {
       hopper::wgmma_wait<0>();  // S is complete
       warpgroup_fence_operand(tSrS);
       scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
-      scores_.to_weights(lse, row0, tSrS);
+      scores_.to_weights(scores_.lse_of_rows(smem_.stats[state_.stage.stage]), row0, tSrS);
       convert_to_words<Element>(tSrS, p_words);
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
@@ -232,7 +235,7 @@ class BwdMainloop {
     state_.stage.advance();
     if (!is_last) {  // under dK
       wait_for_rows();
-      lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+      if constexpr (kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     }
     hopper::wgmma_wait<0>();  // dK is complete
     warpgroup_fence_operand(tdKrdK);

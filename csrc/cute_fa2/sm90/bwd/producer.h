@@ -71,7 +71,9 @@ class BwdProducer {
 
   CUTE_DEVICE void load(const KeyTile& tile, QueryBlock block) {
     const BwdParams& params = arguments_.params;
-    const unsigned count = block_ & ~kKvParity;
+    // With stages in a power of two the highest bit does no harm, and a register is saved.
+    constexpr bool kMasks = (Traits::kStages & (Traits::kStages - 1)) != 0;
+    const unsigned count = kMasks ? block_ & ~kKvParity : block_;
     const unsigned stage = count % Traits::kStages, parity = count / Traits::kStages % 2;
     ++block_;
     const int row0 = block.m_block * Traits::kBlockM;

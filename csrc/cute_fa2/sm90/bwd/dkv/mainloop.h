@@ -37,6 +37,8 @@ class DkvMainloop {
   using ShapeSt = typename Traits::ShapeSt;
   using Scores = TransposedScores<Traits, kMask>;
   static constexpr int kBlockM = Traits::kBlockM;
+  // Log-sum-exps, ahead of the wait for S. Where scores change there are no registers for them.
+  static constexpr bool kLoadsLseEarly = kIsDv && kMask != MaskKind::kScored;
 
  public:
   // Where the consumer is in the pipelines, from one tile to the next.
@@ -78,7 +80,7 @@ class DkvMainloop {
     first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
     auto lse = Scores::no_lse();
-    if constexpr (kIsDv) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
+    if constexpr (kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
     hopper::wgmma_wait<0>();
     CUTE_NO_UNROLL
     for (bool is_first = true;; is_first = false) {
@@ -91,7 +93,8 @@ class DkvMainloop {
         if constexpr (kMask == MaskKind::kScored) {
           auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
           scores_.change(batch_, block.head, block.m_block * kBlockM, tSrS, derivatives);
-          scores_.to_weights(lse, block.m_block * kBlockM, tSrS);
+          scores_.to_weights(scores_.lse_of_rows(smem_.stats[stage_.stage]),
+                             block.m_block * kBlockM, tSrS);
           auto products = make_fragment_like(tSrS);
           CUTE_UNROLL
           for (int i = 0; i < size(tSrS); ++i) products(i) = tSrS(i) * float(derivatives(i));
@@ -126,7 +129,7 @@ class DkvMainloop {
         gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
         second_full(before).wait(before.parity);  // dO has arrived
         gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
-        lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
+        if constexpr (kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
         hopper::wgmma_wait<1>();  // S is complete
       } else {
         // Q has arrived: statistics came with it.
