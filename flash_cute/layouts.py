@@ -106,7 +106,8 @@ def options_of(
     if not _is_off(softcap):
         options["softcap"] = softcap
     if not _is_off(deterministic):
-        options["deterministic"] = deterministic
+        is_tensor = isinstance(deterministic, Tensor)  # refused by `forward`
+        options["deterministic"] = deterministic if is_tensor else bool(deterministic)
     options.update((name, x) for name, x in tensors.items() if x is not None)
     return options
 

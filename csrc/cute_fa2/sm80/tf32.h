@@ -76,6 +76,7 @@ CUTE_DEVICE void staged_gemm(TiledMma mma, unsigned thread, const A& rA, const C
     for (int pair = 0; pair < kPairs; ++pair) copy_b(sum * kPairs + pair, k);
   };
   constexpr int kStepsAtOnce = kSteps * kTerms;
+  static_assert(decltype(size<2>(rB))::value % kStepsAtOnce == 0);
   CUTE_UNROLL
   for (int first = 0; first < size<2>(rB); first += kStepsAtOnce) {
     CUTE_UNROLL

@@ -38,6 +38,7 @@ class BwdMainloop {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
+  static_assert(Traits::kStages >= 2);  // a step waits for the next Q, then releases its own
   // Log-sum-exps, a step ahead. Where scores change, and at head dim 96, ptxas would spill.
   static constexpr bool kLoadsLseEarly = kMask != MaskKind::kScored && Traits::kHeadDim != 96;
 
@@ -155,7 +156,8 @@ class BwdMainloop {
     smem_.dout_full[state_.stage.stage].wait(state_.stage.parity);
   }
 
-  // One block of query rows, and dQ of the block `before`. `lse`: of the block; then of the next.
+  // One block of query rows, and dQ of the block `before`. `lse`, where it is loaded early: of
+  // the block; then of the next.
   template <class Lse, class Dk, class Dv>
   CUTE_DEVICE void step(QueryBlock block, QueryBlock before, bool is_last, Lse& lse, Dk& tdKrdK,
                         Dv& tdVrdV) {
@@ -172,6 +174,9 @@ class BwdMainloop {
     const auto gemm_dp = [&] {
       gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
     };
+    const auto load_lse = [&] {
+      if constexpr (!kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+    };
     const int row0 = block.m_block * kBlockM;
     if constexpr (kMask == MaskKind::kScored) {
       // The derivatives have the registers of dP, which comes later.
@@ -179,13 +184,15 @@ class BwdMainloop {
       hopper::wgmma_wait<0>();  // S is complete
       warpgroup_fence_operand(tSrS);
       scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
-      scores_.to_weights(scores_.lse_of_rows(smem_.stats[state_.stage.stage]), row0, tSrS);
+      load_lse();
+      scores_.to_weights(lse, row0, tSrS);
       convert_to_words<Element>(tSrS, p_words);
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
       gemm_dp();
     } else {
       gemm_dp();
+      load_lse();
       hopper::wgmma_wait<1>();  // S is complete
       warpgroup_fence_operand(tSrS);
       scores_.to_weights(lse, row0, tSrS);
@@ -298,7 +305,7 @@ class BwdMainloop {
   template <class Words>
   CUTE_DEVICE void store_shared(const Words& words) {
     constexpr int kWarpKeys = Traits::kConsumerKeys / 4;
-    const int warp = hopper::thread_in_warpgroup() / 32;
+    const int warp = hopper::thread_in_warpgroup() / 32;  // without a shuffle, which takes long
     const int lane = hopper::thread_in_warpgroup() % 32;
     Element* const rows = smem_.ds[state_.ds.stage] +
                           (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;

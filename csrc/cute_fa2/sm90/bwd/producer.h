@@ -1,5 +1,5 @@
-// A producer is one thread. For each tile it has TMA bring K and V, and block after block of Q, dO
-// and the rows' statistics, ahead of the consumers.
+// A producer is one thread. For each tile it has TMA bring K and V, ahead of the consumers. Block
+// after block of Q, dO and the rows' statistics follow.
 #pragma once
 
 #include <cute/config.hpp>
@@ -14,8 +14,8 @@
 
 namespace flash_cute::sm90 {
 
-// What a producer loads. Where one consumer releases Q and another dO, each has a producer of its
-// own: no load waits for the other's stage.
+// What a producer loads. Where one consumer releases Q and another dO, each has its own producer.
+// So no load waits for the other's stage.
 enum class Loads { kAll, kKAndQ, kVAndDout };
 
 template <class Traits, bool kIsPacked, Loads kLoads = Loads::kAll>

@@ -37,7 +37,9 @@ struct DkvKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
       hopper::wait_for_kernel_before();  // the others wait for what this warpgroup brings
-      platform::let_next_begin();  // dQ's own kernel fills the multiprocessors that this one leaves
+      // Behind that wait, as DqKernel reads the statistics, but waits for this kernel alone. It
+      // fills the multiprocessors that this one leaves.
+      platform::let_next_begin();
       constexpr bool kIsPacked = has_sequences(kMask);
       if (hopper::is_first_thread()) {
         BwdProducer<Traits, kIsPacked, Loads::kKAndQ> producer(arguments, smem);

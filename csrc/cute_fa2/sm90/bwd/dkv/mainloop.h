@@ -4,9 +4,9 @@
 //   dV: S^T = K Q^T    P^T = 2^(scale_log2 S^T - lse_log2)   dV += P^T dO
 //   dK: dP^T = V dO^T  dS^T = P^T * (dP^T - delta)           dK += dS^T Q
 //
-// P^T goes from the one to the other by shared memory, in fp32: dS is rounded once. While a
-// warpgroup computes P or dS of a block, the tensor cores have its gradient's product of the block
-// before.
+// P^T goes from the one to the other by shared memory, in fp32: dS is rounded once. While P is
+// computed, the tensor cores have dV of the block before. dK is issued ahead of the next dP, and is
+// complete before dS. So Q is released early.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -37,6 +37,7 @@ class DkvMainloop {
   using ShapeSt = typename Traits::ShapeSt;
   using Scores = TransposedScores<Traits, kMask>;
   static constexpr int kBlockM = Traits::kBlockM;
+  static_assert(Traits::kStages >= 2);  // dK's consumer waits for the next dO, then releases Q
   // Log-sum-exps, ahead of the wait for S. Where scores change there are no registers for them.
   static constexpr bool kLoadsLseEarly = kIsDv && kMask != MaskKind::kScored;
 
