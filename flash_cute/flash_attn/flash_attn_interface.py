@@ -353,11 +353,13 @@ def _check_values(name: str, x: int | Tensor | None, most: int) -> None:
 def _check_new(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> None:
     """Raises a TypeError or ValueError if k and v do not fit the caches."""
     check_dims("(B, N, H, D)", k=k, v=v)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if (error := refusal_of_memory(name, cache, {"k": k, "v": v})) is not None:
+    inputs = {"k": k, "v": v}
+    for name, cache in (("v_cache", v_cache), ("k_cache", k_cache)):
+        if (error := refusal_of_memory(name, cache, inputs)) is not None:
             raise error
         if cache.requires_grad and cache.is_leaf and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient: it must not, as it is written")
+        inputs[name] = cache
     if k.shape[:2] != v.shape[:2] or k.shape[0] != batch:
         shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
         raise ValueError(f"{shapes}: they must have {batch} sequences, of one length")

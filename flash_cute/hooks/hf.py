@@ -370,9 +370,9 @@ def _bias_of(mask: Tensor, position_bias: Tensor | None, dtype: torch.dtype) -> 
     """What a mask that is a tensor (B, H, Nq, Nk), or 1 in place of these, adds to the scores:
     itself, or -inf where it is False; and `position_bias`."""
     if mask.dtype == torch.bool:
-        hidden = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
-    else:
-        hidden = mask if mask.dtype == torch.float32 else mask.to(dtype)
+        hidden = torch.where(mask, mask.new_zeros((), dtype=dtype), -math.inf)
+    else:  # fp32 has all masks of 16 bits; bf16's least number is beyond fp16
+        hidden = mask if mask.dtype == dtype else mask.float()
     return hidden if position_bias is None else position_bias + hidden
 
 
