@@ -58,7 +58,7 @@ def check_dims(shape: str, **tensors: Any) -> None:
 
 
 def check_shape(name: str, x: Any, shape: torch.Size) -> None:
-    """Likewise, if x has another shape."""
+    """Raises a TypeError or ValueError if x is not a tensor of this shape."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {checks.shown(x)}: it must be a torch.Tensor")
     if x.shape != shape:

@@ -164,6 +164,16 @@ def test_warps_go_together(kernels: list[Kernel]) -> None:
         assert kernel.arch == "sm80" or kernel.opcodes["WARPSYNC"] <= allowed, kernel
 
 
+def test_dq_begins_behind_the_preprocess(kernels: list[Kernel]) -> None:
+    """dQ's own kernel reads what the preprocess wrote, and waits for the kernel before it alone. So
+    that one lets it begin (PREEXIT) once it has waited itself (ACQBULK)."""
+    for kernel in kernels:
+        if (kernel.arch, kernel.op) == ("sm90", "bwd"):
+            assert re.findall(r"\b(?:ACQBULK|PREEXIT)\b", kernel.text) == ["ACQBULK", "PREEXIT"], (
+                kernel
+            )
+
+
 def test_no_division(kernels: list[Kernel]) -> None:
     """Of integers: a chain of some 20 instructions, ahead of a tile's first load. It begins with a
     conversion to float that rounds up. A backward may have one behind its last MMA, where CTAs

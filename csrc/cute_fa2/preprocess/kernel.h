@@ -45,7 +45,7 @@ struct PreprocessKernel {
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
-    platform::let_next_begin();
+    platform::let_next_begin();  // sm90's main kernel, which waits for the results
     const BwdParams& params = arguments.params;
     const bool is_packed = has_sequences(params.mask);
     const int thread = platform::thread_index();

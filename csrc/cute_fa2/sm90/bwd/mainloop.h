@@ -39,8 +39,6 @@ class BwdMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
   static_assert(Traits::kStages >= 2);  // a step waits for the next Q, then releases its own
-  // Log-sum-exps, a step ahead. Where scores change, and at head dim 96, ptxas would spill.
-  static constexpr bool kLoadsLseEarly = kMask != MaskKind::kScored && Traits::kHeadDim != 96;
 
  public:
   using Scores = TransposedScores<Traits, kMask>;
@@ -77,8 +75,9 @@ class BwdMainloop {
     state_.kv_parity ^= 1;
     QueryBlock before{};
     wait_for_rows();
-    auto lse = Scores::no_lse();
-    if constexpr (kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+    typename Scores::Lse lse;  // of the next block
+    if constexpr (Scores::kLoadsLseEarly)
+      lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     QueryBlock block = walk.first();
     CUTE_NO_UNROLL
     while (true) {
@@ -158,9 +157,9 @@ class BwdMainloop {
 
   // One block of query rows, and dQ of the block `before`. `lse`, where it is loaded early: of
   // the block; then of the next.
-  template <class Lse, class Dk, class Dv>
-  CUTE_DEVICE void step(QueryBlock block, QueryBlock before, bool is_last, Lse& lse, Dk& tdKrdK,
-                        Dv& tdVrdV) {
+  template <class Dk, class Dv>
+  CUTE_DEVICE void step(QueryBlock block, QueryBlock before, bool is_last,
+                        typename Scores::Lse& lse, Dk& tdKrdK, Dv& tdVrdV) {
     using namespace cute;
     auto tSrS = partition_fragment_C(MmaSt{}, ShapeSt{});   // ((2, 2, kBlockM / 8), 1, 1)
     auto tSrDp = partition_fragment_C(MmaSt{}, ShapeSt{});  // ((2, 2, kBlockM / 8), 1, 1)
@@ -175,7 +174,8 @@ class BwdMainloop {
       gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
     };
     const auto load_lse = [&] {
-      if constexpr (!kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+      if constexpr (!Scores::kLoadsLseEarly)
+        lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     };
     const int row0 = block.m_block * kBlockM;
     if constexpr (kMask == MaskKind::kScored) {
@@ -216,16 +216,16 @@ class BwdMainloop {
       hopper::sync_warp();  // all lanes have read the statistics, and written dS
       if (has_dq) hopper::arrive_of_warp(smem_.ds_full[state_.ds.stage]);
     };
-    const auto release_dout = [&] {  // dV is complete
+    const auto release_dout = [&] {
       warpgroup_fence_operand(tdVrdV);
       hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);
     };
     const auto gemm_dk = [&] { gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK); };
-    // The consumers compute dQ in turns, of the block before: nobody waits for dS of another.
+    // The consumers compute dQ in turns, of the block before: dS of the others is likely there.
     if (dq_consumer_ == consumer_) {
       // ((2, 2, kHeadDim / 8), 1, 1)
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
-      hopper::wgmma_wait<0>();  // or ptxas has no registers for P, dV and dQ in flight
+      hopper::wgmma_wait<0>();  // dV is complete: ptxas has no registers for it beside dQ
       release_dout();
       gemm_dq(tdQrdQ);
       gemm_dk();
@@ -235,14 +235,15 @@ class BwdMainloop {
     } else {
       gemm_dk();
       hand_over_ds();
-      hopper::wgmma_wait<1>();
+      hopper::wgmma_wait<1>();  // dV is complete
       release_dout();
     }
     const int stage = state_.stage.stage;
     state_.stage.advance();
     if (!is_last) {  // under dK
       wait_for_rows();
-      if constexpr (kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+      if constexpr (Scores::kLoadsLseEarly)
+        lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     }
     hopper::wgmma_wait<0>();  // dK is complete
     warpgroup_fence_operand(tdKrdK);

@@ -23,6 +23,9 @@ class TransposedScores {
 
  public:
   using TileMask = Mask<kMask, UnpackedRows>;
+  // Whether they are loaded ahead of the wait for S. Where scores change, and at head dim 96, ptxas
+  // would spill.
+  static constexpr bool kLoadsLseEarly = kMask != MaskKind::kScored && Traits::kHeadDim != 96;
 
   // `key0`: the warpgroup's first.
   CUTE_DEVICE TransposedScores(const BwdParams& params, const Sequence& sequence, int key0)
@@ -41,17 +44,17 @@ class TransposedScores {
   }
 
   // The log-sum-exps of this thread's rows, for to_weights.
-  static CUTE_DEVICE auto no_lse() { return cute::make_tensor<float>(cute::Int<kBlockM / 4>{}); }
-  CUTE_DEVICE auto lse_of_rows(const RowGradStats* stats) const {
+  using Lse = decltype(cute::make_tensor<float>(cute::Int<kBlockM / 4>{}));
+  CUTE_DEVICE Lse lse_of_rows(const RowGradStats* stats) const {
     using namespace cute;
-    auto lse_log2 = no_lse();
+    Lse lse_log2;
     for_each_row(stats, [&](int c, const RowGradStats& of_row) { lse_log2(c) = of_row.lse_log2; });
     return lse_log2;
   }
 
   // P from S of the query rows from `row0` on. The mask goes onto the exponent: the weight of a key
   // that its row does not see may be inf.
-  template <class Lse, class S>
+  template <class S>
   CUTE_DEVICE void to_weights(const Lse& lse_log2, int row0, S& tSrS) const {
     using namespace cute;
     auto weights = as_matrix(tSrS);

@@ -38,8 +38,6 @@ class DkvMainloop {
   using Scores = TransposedScores<Traits, kMask>;
   static constexpr int kBlockM = Traits::kBlockM;
   static_assert(Traits::kStages >= 2);  // dK's consumer waits for the next dO, then releases Q
-  // Log-sum-exps, ahead of the wait for S. Where scores change there are no registers for them.
-  static constexpr bool kLoadsLseEarly = kIsDv && kMask != MaskKind::kScored;
 
  public:
   // Where the consumer is in the pipelines, from one tile to the next.
@@ -80,9 +78,11 @@ class DkvMainloop {
     Stage before;                            // whose product of the gradient is in flight
     first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
-    auto lse = Scores::no_lse();
-    if constexpr (kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
-    hopper::wgmma_wait<0>();
+    typename Scores::Lse lse;  // kIsDv: of the next block
+    if constexpr (kIsDv && Scores::kLoadsLseEarly) {
+      lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
+    }
+    hopper::wgmma_wait<0>();  // S or dP is complete
     CUTE_NO_UNROLL
     for (bool is_first = true;; is_first = false) {
       const QueryBlock next = walk.next(block);  // early: it reads shared memory
@@ -130,7 +130,7 @@ class DkvMainloop {
         gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
         second_full(before).wait(before.parity);  // dO has arrived
         gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
-        if constexpr (kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
+        if constexpr (Scores::kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
         hopper::wgmma_wait<1>();  // S is complete
       } else {
         // Q has arrived: statistics came with it.
