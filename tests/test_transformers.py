@@ -36,6 +36,10 @@ TWO_STACKS = {
     "decoder_ffn_dim": 96, "max_position_embeddings": 64, "init_std": 0.2, "pad_token_id": 0,
 }  # fmt: skip
 VISION = {**SIZES, "image_size": 32, "patch_size": 4}
+LATENT = {
+    **DECODER, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2,
+}  # fmt: skip
 CAUSAL = {
     "llama": T.LlamaConfig(**DECODER),
     "gpt2": T.GPT2Config(n_embd=63, n_head=3, n_layer=2, initializer_range=0.2),  # heads of 21
@@ -50,10 +54,7 @@ CAUSAL = {
         init_std=0.2, word_embed_proj_dim=64,
     ),
     # v has another head dim than q and k.
-    "deepseek_v3": T.DeepseekV3Config(
-        **{**DECODER, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16,
-        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=2,
-    ),
+    "deepseek_v3": T.DeepseekV3Config(**LATENT),
     # Windows, in all layers or in some.
     "mistral": T.MistralConfig(**WINDOWED),
     "phi3": T.Phi3Config(**WINDOWED),
@@ -444,12 +445,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         T.BigBirdPegasusConfig(**TWO_STACKS), {},
         rf"{OWN}, as a model's own attention does \(model type 'bigbird_pegasus'\)",
     ),
+    "deepseek_v32": (  # it picks keys, and tells transformers that it needs the mask
+        T.DeepseekV32Config(**LATENT), {}, rf"{OWN}.* \(model type 'deepseek_v32'\)",
+    ),
     "nllb_moe": (  # its router
         T.NllbMoeConfig(**TWO_STACKS, num_experts=2, decoder_sparse_step=2), {}, OWN,
     ),
 }  # fmt: skip
 #: What the mask's maker refuses, ahead of all layers.
-REFUSED_FIRST = ("padding between tokens", "chunks", "git")
+REFUSED_FIRST = ("padding between tokens", "chunks", "git", "deepseek_v32")
 
 
 @torch.no_grad()

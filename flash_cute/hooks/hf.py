@@ -2,9 +2,10 @@
 
 transformers makes a mask once per forward, for all layers alike. Ours has no elements. It says what
 each query sees, and it alone decides that: modules say `is_causal` wrongly where they rely on their
-mask. A model that reads the elements is refused when it does. A mask that is a tensor, as some
-models make, is added to the scores. A model with an attention of its own is refused while it is
-made, if transformers can tell that it has one.
+mask. A model that reads the elements is refused: ahead of its layers if it tells transformers
+that it needs them, or else when it reads. A mask that is a tensor, as some models make, is added to
+the scores. A model with an attention of its own is refused while it is made, if transformers can
+tell that it has one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ IGNORED = {
 }  # fmt: skip
 #: A mask function of models that embed: all keys are seen.
 _EVERYTHING: Callable[..., Any] = lambda *args: torch.tensor(True, dtype=torch.bool)  # noqa: E731
+#: What a mask without elements cannot serve.
+READ = "code that reads its mask, as a model's own attention does"
 #: Where models have the dropout that is not served.
 DROPOUT = (
     "dropout (in the model's configuration, attention_dropout, attn_pdrop or "
@@ -106,7 +109,7 @@ class Mask(Tensor):
             return Mask(mask.seen, mask.shape[0], mask.device)
         if op is aten._to_copy.default and (kwargs or {}).get("dtype") in (None, torch.bool):
             return Mask(mask.seen, mask.shape[0], (kwargs or {}).get("device") or mask.device)
-        refuse("code that reads its mask, as a model's own attention does", mask.seen.model)
+        refuse(READ, mask.seen.model)
 
 
 def _parts(mask_function: Callable[..., Any]) -> dict[str, Any]:
@@ -231,12 +234,16 @@ def make_mask(
     attention_mask: Tensor | None = None,
     device: Any = "cpu",
     config: Any = None,
+    allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> Mask:
     """Query i is token q_offset + i, key j is token kv_offset + j. `attention_mask` (B, tokens) is
-    False for padding."""
+    False for padding. A model that may not go without a mask (`allow_is_causal_skip`) reads it."""
     model = str(getattr(config, "model_type", ""))
     lengths = (q_length, kv_length)
+    # transformers itself clears the flag for one query of a static cache, and for other masks.
+    if not allow_is_causal_skip and q_length > 1 and mask_function is causal_mask_function:
+        refuse(READ, model)
     found = read(mask_function)
     if found is None:
         own = "masks of the model's own"
