@@ -111,12 +111,12 @@ FULL = {
 FAMILIES = {**CAUSAL, **FULL}
 #: Attention calls of a forward, if not one for each of two layers. Decoders that attend to an
 #: encoder have two a layer; the encoder of PegasusX has an attention of its own.
-CALLS = {"bart": 6, "marian": 6, "switch_transformers": 6, "nllb_moe": 6, "pegasus_x": 4}
-#: In transformers 5.17 set_attn_implementation does not reach the stacks of T5.
-CALLS["t5"] = 0 if T.__version__.startswith("5.17.") else 6
+CALLS = {"bart": 6, "marian": 6, "nllb_moe": 6, "pegasus_x": 4}
+#: In transformers 5.17 set_attn_implementation does not reach the stacks of T5 and its kind.
+CALLS |= dict.fromkeys(["t5", "switch_transformers"], 0 if T.__version__.startswith("5.17.") else 6)
 #: What `sdpa` has not.
 ONLY_EAGER = (
-    "gemma2", "gpt_oss", "pegasus_x", "nllb_moe", "switch_transformers", "markuplm",
+    "gemma2", "gpt_oss", "pegasus_x", "nllb_moe", "switch_transformers", "markuplm", "layoutlm",
 )  # fmt: skip
 #: Models in which transformers itself packs nothing: they make their masks without positions.
 NEVER_PACKED = ("clip_text",)
