@@ -114,7 +114,7 @@ FAMILIES = {**CAUSAL, **FULL}
 CALLS = {"bart": 6, "marian": 6, "nllb_moe": 6, "pegasus_x": 4}
 #: In transformers 5.17 set_attn_implementation does not reach the stacks of T5 and its kind.
 CALLS |= dict.fromkeys(["t5", "switch_transformers"], 0 if T.__version__.startswith("5.17.") else 6)
-#: What `sdpa` has not.
+#: What `sdpa` has not, or not in transformers 5.17.
 ONLY_EAGER = (
     "gemma2", "gpt_oss", "pegasus_x", "nllb_moe", "switch_transformers", "markuplm", "layoutlm",
 )  # fmt: skip
