@@ -27,6 +27,7 @@ EMULATED int warp_in_warpgroup() {
   return static_cast<int>(emulator::shuffle(emulator::thread_index() / 32 % 4, 0));
 }
 EMULATED int thread_in_warpgroup() { return emulator::thread_index() % kWarpgroup; }
+EMULATED int thread_in_warpgroup_here() { return thread_in_warpgroup(); }
 EMULATED bool is_first_thread() { return emulator::thread_index() == 0; }
 EMULATED bool is_first_lane() { return emulator::thread_index() % 32 == 0; }
 
@@ -42,6 +43,10 @@ class Barrier {
   EMULATED void arrive() { emulator::arrive_at_barrier(&state_, 0); }
   EMULATED void arrive_and_expect(int bytes) { emulator::arrive_at_barrier(&state_, bytes); }
   EMULATED void wait(uint32_t parity) { emulator::wait_at_barrier(&state_, parity); }
+  EMULATED bool is_over(uint32_t parity) { return emulator::is_barrier_over(&state_, parity); }
+  EMULATED void wait(uint32_t parity, bool is_over) {
+    if (!is_over) wait(parity);
+  }
   EMULATED uint64_t* state() { return &state_; }
 
  private:

@@ -20,6 +20,9 @@ void arrive_at_barrier(const void* barrier, int64_t expected_bytes) {
 void wait_at_barrier(const void* barrier, uint32_t parity) {
   running->cta->mbarriers.wait(*running, barrier, parity, CALLER);
 }
+bool is_barrier_over(const void* barrier, uint32_t parity) {
+  return running->cta->mbarriers.is_over(*running, barrier, parity, CALLER);
+}
 
 void arrive_named(int id, int threads) {
   running->cta->barrier(*running, id, threads, CALLER, false);

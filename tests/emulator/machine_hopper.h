@@ -14,6 +14,7 @@ void init_barrier(const void* barrier, int arrivals);
 void fence_barrier_init();  // fence.mbarrier_init, of those that the thread initialised
 void arrive_at_barrier(const void* barrier, int64_t expected_bytes);
 void wait_at_barrier(const void* barrier, uint32_t parity);
+bool is_barrier_over(const void* barrier, uint32_t parity);
 
 // bar.arrive: at the named barrier, without waiting.
 void arrive_named(int id, int threads);

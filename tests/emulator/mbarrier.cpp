@@ -101,16 +101,22 @@ void MBarriers::end_phase_if_over(Cta& cta, MBarrier& barrier) {
 }
 
 void MBarriers::wait(Thread& thread, const void* at, uint32_t parity, const void* code) {
-  MBarrier& barrier = find(thread, at, code);
-  if (parity > 1) fail(thread, code, "waits for the parity %u", parity);
-  while (parity_of(barrier) == parity) {
+  while (!is_over(thread, at, parity, code)) {
+    MBarrier& barrier = find(thread, at, code);
     barrier.waiting.push_back(&thread);
     thread.waits_for = &barrier;
     thread.parity = parity;
     thread.cta->wait(thread, "the barrier", code);
     thread.waits_for = nullptr;
   }
+}
+
+bool MBarriers::is_over(Thread& thread, const void* at, uint32_t parity, const void* code) {
+  MBarrier& barrier = find(thread, at, code);
+  if (parity > 1) fail(thread, code, "waits for the parity %u", parity);
+  if (parity_of(barrier) == parity) return false;
   if (barrier.last) thread.clocks.hear(barrier.last);
+  return true;
 }
 
 std::string MBarriers::describe(const Thread& thread) const {

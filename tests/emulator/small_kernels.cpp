@@ -38,6 +38,7 @@ struct Me {
   Shared& s;
   int thread = thread_index();
   Chunk x = 0;
+  bool is_over = false;  // the answer to the last question
 
   // Its place in a box of 8 rows of 128 bytes, whose chunks are permuted.
   int swizzled() const { return thread / 8 * 8 + (thread % 8 ^ thread / 8); }
@@ -169,6 +170,11 @@ constexpr struct {
     {"fence_init", [](Me&, int, int) { fence_barrier_init(); }},
     {"arrive", [](Me& me, int bytes, int) { arrive_at_barrier(&me.s.barrier, bytes); }},
     {"wait", [](Me& me, int parity, int) { wait_at_barrier(&me.s.barrier, parity); }},
+    {"ask", [](Me& me, int parity, int) { me.is_over = is_barrier_over(&me.s.barrier, parity); }},
+    {"wait_if_not",
+     [](Me& me, int parity, int) {
+       if (!me.is_over) wait_at_barrier(&me.s.barrier, parity);
+     }},
     {"load", [](Me& me, int, int) { tma_load(&me.p.map, me.s.first, &me.s.barrier, {}); }},
     {"bulk_load", [](Me& me, int offset,
                      int bytes) { bulk_load(me.p.in + offset, me.s.first, bytes, &me.s.barrier); }},

@@ -44,6 +44,7 @@ ALLOWED = {
     "in; put; w0: arrive_named 1 64; w1: arrive_named 2 64; "
     "w0: sync_named 2 64; w1: sync_named 1 64; get 32; out": 32,
     INIT_ALL + "in; put; arrive; wait 0; get 32; out": 32,
+    INIT_ALL + "in; put; arrive; ask 0; wait_if_not 0; get 32; out": 32,
     INIT_1 + "wait 1; in; out": 0,  # the phase before the first is over
     # cp.async.
     "copy; wait_copies 0; sync; get 32; out": 32,
@@ -110,6 +111,7 @@ REFUSED = {
     # mbarriers.
     "arrive; in; out": "nobody has initialised",
     "0: init 64; sync_warp; arrive; in; out": "nobody has initialised|no barrier in",
+    INIT_ALL + "in; put; arrive; ask 0; get 32; out": f"{RACE}|{UNWRITTEN}",
     INIT_1 + "0: arrive 16; 0: arrive": "whose phase has had its 1 arrivals",
     INIT_ALL + "arrive 16; wait 0": f"{STUCK} .* lacks 0 of 64 arrivals and 1024 bytes",
     # TMA loads.

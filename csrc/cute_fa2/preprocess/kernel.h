@@ -91,7 +91,9 @@ struct PreprocessKernel {
         // Selected, not multiplied: dlse of a row without a key may be NaN.
         if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};  // fault: bwd-keyless-row
       }
-      params.workspace.stats[block * arguments.block_m + in_block] = stats;  // fault: bwd-padding
+      TwoRowGradStats& two = params.workspace.stats[(block * arguments.block_m + in_block) / 2];
+      two.lse_log2[in_block % 2] = stats.lse_log2;  // fault: bwd-padding
+      two.delta[in_block % 2] = stats.delta;
     }
 
     if (params.workspace.adders) {

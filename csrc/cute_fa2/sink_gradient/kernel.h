@@ -38,7 +38,8 @@ struct SinkGradientKernel {
         if (is_packed && params.row_blocks.in_place[block].batch < 0) continue;
         const int64_t index = (int64_t{entry} * params.heads_q + head) * params.m_blocks + block;
         for (int row = thread; row < arguments.block_m; row += Traits::kThreads) {
-          const RowGradStats& stats = params.workspace.stats[index * arguments.block_m + row];
+          const RowGradStats stats =
+              stats_of_row(params.workspace.stats + index * arguments.block_m / 2, row);
           sum -= platform::exp2(sink_log2 - stats.lse_log2) * stats.delta;  // fault: sink-gradient
         }
       }

@@ -17,6 +17,8 @@
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/config.hpp>
 
+#include "common/platform.h"
+
 namespace flash_cute::sm90::hopper {
 
 constexpr int kWarpgroup = 128;  // threads
@@ -28,6 +30,10 @@ CUTE_DEVICE int warp_in_warpgroup() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32 % 4, 0);
 }
 CUTE_DEVICE int thread_in_warpgroup() { return threadIdx.x % kWarpgroup; }
+// Likewise, computed here: ahead of a loop it would hold a register.
+CUTE_DEVICE int thread_in_warpgroup_here() {
+  return platform::rematerialize(threadIdx.x) % kWarpgroup;
+}
 // The first thread of the CTA; the first lane of a warp.
 CUTE_DEVICE bool is_first_thread() { return threadIdx.x == 0; }
 CUTE_DEVICE bool is_first_lane() { return threadIdx.x % 32 == 0; }
@@ -61,6 +67,13 @@ class Barrier {
   }
   CUTE_DEVICE void wait(uint32_t parity) {
     Impl::wait(&state_, parity);
+    order_memory();
+  }
+  // Whether that phase is over. An answer takes some 100 clocks: who asks early does not wait for
+  // it. If it was over, `wait` with that answer makes visible what a wait does.
+  CUTE_DEVICE bool is_over(uint32_t parity) { return Impl::test_wait(&state_, parity, 1); }
+  CUTE_DEVICE void wait(uint32_t parity, bool is_over) {
+    if (!is_over) Impl::wait(&state_, parity);
     order_memory();
   }
   CUTE_DEVICE uint64_t* state() { return &state_; }

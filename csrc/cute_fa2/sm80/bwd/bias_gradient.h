@@ -59,7 +59,7 @@ struct BiasGradientTraits {
     };
     typename Tiles::Tile tile;
     // Of this block and the next:
-    alignas(16) RowGradStats stats[2][kBlockM];
+    TwoRowGradStats stats[2][kBlockM / 2];
     typename Tiles::Block blocks[2];
   };
   static_assert(sizeof(SharedMemory) <= 99 * 1024);
@@ -177,11 +177,12 @@ struct BiasGradientKernel {
 
   // f(row of the fragment, its statistics)
   template <class Scores, class F>
-  static CUTE_DEVICE void for_each_row(const Scores& scores, const RowGradStats* stats,
+  static CUTE_DEVICE void for_each_row(const Scores& scores, const TwoRowGradStats* stats,
                                        const F& f) {
     const auto mine = Tiles::coords(platform::rematerialize(platform::thread_index()));
     CUTE_UNROLL
-    for (int r = 0; r < cute::size<0>(scores); ++r) f(r, stats[cute::get<0>(mine(r, 0))]);
+    for (int r = 0; r < cute::size<0>(scores); ++r)
+      f(r, stats_of_row(stats, cute::get<0>(mine(r, 0))));
   }
 
   // Each block of a CTA has the same bias: it stays in L1.
@@ -236,13 +237,13 @@ struct BiasGradientKernel {
 
   // Two rows a thread. With zeros dS of a row that does not exist is P * (0 - 0).
   static CUTE_DEVICE void load_stats(const Arguments& arguments, const Block& block,
-                                     RowGradStats* stats) {
+                                     TwoRowGradStats* stats) {
     using namespace cute;
     const int row = 2 * platform::rematerialize(platform::thread_index());
     if (row >= kBlockM) return;
     const bool exists = block.at.m_block * kBlockM + row < block.sequence.len_q;
-    const auto* from = reinterpret_cast<const float*>(arguments.stats(block.at) + row);
-    auto* to = reinterpret_cast<float*>(stats + row);
+    const auto* from = reinterpret_cast<const float*>(arguments.stats(block.at) + row / 2);
+    auto* to = reinterpret_cast<float*>(stats + row / 2);
     copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(exists),
          make_tensor(make_gmem_ptr(from), Shape<_4>{}),
          make_tensor(make_smem_ptr(to), Shape<_4>{}));

@@ -179,8 +179,8 @@ class BwdMainloop {
                     params_.head_dim_v, sDout(stage));
     if (thread_ < kBlockM / 2) {  // two rows a thread
       const auto* from = reinterpret_cast<const float*>(params_.workspace.stats +
-                                                        index_of(block) * kBlockM + 2 * thread_);
-      auto* to = reinterpret_cast<float*>(&smem_.stats[stage][2 * thread_]);
+                                                        index_of(block) * (kBlockM / 2) + thread_);
+      auto* to = reinterpret_cast<float*>(&smem_.stats[stage][thread_]);
       copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(true),
            make_tensor(make_gmem_ptr(from), Shape<_4>{}),
            make_tensor(make_smem_ptr(to), Shape<_4>{}));
@@ -328,7 +328,7 @@ class BwdMainloop {
     const float scale_log2 = params_.scale.signed_log2();
     CUTE_UNROLL
     for (int r = 0; r < size<0>(weights); ++r) {
-      const float lse_log2 = smem_.stats[stage][get<0>(at(r, 0))].lse_log2;
+      const float lse_log2 = stats_of_row(smem_.stats[stage], get<0>(at(r, 0))).lse_log2;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(weights); ++c) {
         weights(r, c) = fmaf(weights(r, c), scale_log2, -lse_log2);
@@ -373,7 +373,7 @@ class BwdMainloop {
     const auto at = coords(platform::rematerialize(thread_));
     CUTE_UNROLL
     for (int r = 0; r < size<0>(ds); ++r) {
-      const float delta = smem_.stats[stage][get<0>(at(r, 0))].delta;
+      const float delta = stats_of_row(smem_.stats[stage], get<0>(at(r, 0))).delta;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(ds); ++c) ds(r, c) = weights(r, c) * (ds(r, c) - delta);
     }

@@ -72,7 +72,7 @@ struct BwdTraits {
     alignas(128) Element dout[kStages][cute::size(ShapeDout{})];
     alignas(128) Element p[cute::size(ShapeS{})];
     alignas(128) Element ds[cute::size(ShapeS{})];
-    alignas(128) RowGradStats stats[kStages][kBlockM];
+    alignas(128) TwoRowGradStats stats[kStages][kBlockM / 2];
     alignas(128) int ticket;
     // Packed sequences: that of the tile, and where its blocks of statistics begin.
     int first_index;

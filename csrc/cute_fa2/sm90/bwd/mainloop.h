@@ -46,6 +46,7 @@ class BwdMainloop {
 
   using State = typename BwdPipeline<Traits>::ConsumerState;
   using DsState = typename BwdPipeline<Traits>::DsState;
+  using StageState = typename BwdPipeline<Traits>::State;
 
   // For one tile. `state` goes on from the tile before.
   CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, const TileCoord& tile,
@@ -74,16 +75,15 @@ class BwdMainloop {
     smem_.v_full.wait(state_.kv_parity);  // so has V
     state_.kv_parity ^= 1;
     QueryBlock before{};
-    wait_for_rows();
-    typename Scores::Lse lse;  // of the next block
+    wait_for_rows(false);
+    typename Scores::OfRows lse;  // of the next block
     if constexpr (Scores::kLoadsLseEarly)
       lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     QueryBlock block = walk.first();
     CUTE_NO_UNROLL
     while (true) {
-      const QueryBlock next = walk.next(block);  // early: it reads shared memory
-      const bool is_last = !walk.has(next);
-      step(block, before, is_last, lse, tdKrdK, tdVrdV);
+      QueryBlock next;
+      const bool is_last = step(walk, block, before, next, lse, tdKrdK, tdVrdV);
       before = block;
       if (is_last) break;
       block = next;
@@ -91,7 +91,8 @@ class BwdMainloop {
     if (dq_consumer_ == consumer_) {
       // ((2, 2, kHeadDim / 8), 1, 1)
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
-      gemm_dq(tdQrdQ);
+      gemm_dq(tdQrdQ, false);
+      wait_for_part();
       hopper::wgmma_wait<0>();  // dQ is complete
       add_dq(before, tdQrdQ);
     }
@@ -149,17 +150,22 @@ class BwdMainloop {
   }
 
  private:
-  // Q, dO and the statistics of the next block have arrived.
-  CUTE_DEVICE void wait_for_rows() {
-    smem_.q_full[state_.stage.stage].wait(state_.stage.parity);
-    smem_.dout_full[state_.stage.stage].wait(state_.stage.parity);
+  // Whether Q, dO and the statistics of a block have arrived.
+  CUTE_DEVICE bool have_rows(const StageState& at) {
+    const bool has_q = smem_.q_full[at.stage].is_over(at.parity);
+    return smem_.dout_full[at.stage].is_over(at.parity) && has_q;  // fault: bwd90-rows
+  }
+  // They have.
+  CUTE_DEVICE void wait_for_rows(bool are_there) {
+    smem_.q_full[state_.stage.stage].wait(state_.stage.parity, are_there);
+    smem_.dout_full[state_.stage.stage].wait(state_.stage.parity, are_there);
   }
 
   // One block of query rows, and dQ of the block `before`. `lse`, where it is loaded early: of
-  // the block; then of the next.
+  // the block; then of the next. `next`: becomes the next block. Returns whether there is none.
   template <class Dk, class Dv>
-  CUTE_DEVICE void step(QueryBlock block, QueryBlock before, bool is_last,
-                        typename Scores::Lse& lse, Dk& tdKrdK, Dv& tdVrdV) {
+  CUTE_DEVICE bool step(const QueryWalk& walk, QueryBlock block, QueryBlock before,
+                        QueryBlock& next, typename Scores::OfRows& lse, Dk& tdKrdK, Dv& tdVrdV) {
     using namespace cute;
     auto tSrS = partition_fragment_C(MmaSt{}, ShapeSt{});   // ((2, 2, kBlockM / 8), 1, 1)
     auto tSrDp = partition_fragment_C(MmaSt{}, ShapeSt{});  // ((2, 2, kBlockM / 8), 1, 1)
@@ -178,6 +184,7 @@ class BwdMainloop {
         lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     };
     const int row0 = block.m_block * kBlockM;
+    const bool is_cut = scores_.is_cut(row0);
     if constexpr (kMask == MaskKind::kScored) {
       // The derivatives have the registers of dP, which comes later.
       auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
@@ -185,7 +192,7 @@ class BwdMainloop {
       warpgroup_fence_operand(tSrS);
       scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
       load_lse();
-      scores_.to_weights(lse, row0, tSrS);
+      scores_.to_weights(lse, row0, is_cut, tSrS);
       convert_to_words<Element>(tSrS, p_words);
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
@@ -195,20 +202,27 @@ class BwdMainloop {
       load_lse();
       hopper::wgmma_wait<1>();  // S is complete
       warpgroup_fence_operand(tSrS);
-      scores_.to_weights(lse, row0, tSrS);
+      scores_.to_weights(lse, row0, is_cut, tSrS);
       convert_to_words<Element>(tSrS, p_words);
     }
+    // Under dP: answers that take long.
+    next = walk.next(block);  // it reads shared memory
+    const bool is_last = !walk.has(next);
+    const bool has_dq = arguments_.dq_by != DqBy::kOwnKernel;
+    hopper::Barrier& ds_empty = smem_.ds_empty[state_.ds.stage];
+    const bool is_ds_empty = has_dq && ds_empty.is_over(state_.ds.parity ^ 1);
+    const int ds_chunk = chunk_of_ds();
     hopper::wgmma_wait<0>();  // dP is complete
     warpgroup_fence_operand(tSrDp);
-    scores_.to_score_gradients(smem_.stats[state_.stage.stage], tSrS, tSrDp);
+    scores_.to_score_gradients(scores_.delta_of_rows(smem_.stats[state_.stage.stage]), tSrS, tSrDp);
     convert_to_words<Element>(tSrDp, ds_words);
 
     gemm_rs(typename Traits::MmaDv{}, tSrP, doutt_operand(), tdVrdV);
-    const bool has_dq = arguments_.dq_by != DqBy::kOwnKernel;
+    bool is_ds_full = false;  // of the step before
     if (has_dq) {
-      // dS of two steps before has been read.
-      smem_.ds_empty[state_.ds.stage].wait(state_.ds.parity ^ 1);
-      store_shared(ds_words);
+      ds_empty.wait(state_.ds.parity ^ 1, is_ds_empty);  // dS of two steps before has been read
+      is_ds_full = smem_.ds_full[ds_before().stage].is_over(ds_before().parity);
+      store_shared(ds_words, ds_chunk);
     }
     const auto hand_over_ds = [&] {
       // Visible to wgmma, once all lanes are here.
@@ -221,27 +235,33 @@ class BwdMainloop {
       hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);
     };
     const auto gemm_dk = [&] { gemm_rs(typename Traits::MmaDk{}, tSrDs, qt_operand(), tdKrdK); };
+    StageState next_stage = state_.stage;
+    next_stage.advance();
+    bool are_there;  // rows of the next block
     // The consumers compute dQ in turns, of the block before: dS of the others is likely there.
     if (dq_consumer_ == consumer_) {
       // ((2, 2, kHeadDim / 8), 1, 1)
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
       hopper::wgmma_wait<0>();  // dV is complete: ptxas has no registers for it beside dQ
       release_dout();
-      gemm_dq(tdQrdQ);
+      gemm_dq(tdQrdQ, is_ds_full);
       gemm_dk();
       hand_over_ds();
+      wait_for_part();
       hopper::wgmma_wait<1>();  // dQ is complete
-      add_dq(before, tdQrdQ);   // under dK
+      are_there = have_rows(next_stage);
+      add_dq(before, tdQrdQ);  // under dK
     } else {
       gemm_dk();
+      are_there = have_rows(next_stage);
       hand_over_ds();
       hopper::wgmma_wait<1>();  // dV is complete
       release_dout();
     }
     const int stage = state_.stage.stage;
-    state_.stage.advance();
+    state_.stage = next_stage;
     if (!is_last) {  // under dK
-      wait_for_rows();
+      wait_for_rows(are_there);
       if constexpr (Scores::kLoadsLseEarly)
         lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     }
@@ -252,6 +272,7 @@ class BwdMainloop {
       state_.ds.advance();
       if (++dq_consumer_ == kConsumers) dq_consumer_ = 0;
     }
+    return is_last;
   }
 
   // -- products ----------------------------------------------------------------------------------
@@ -296,33 +317,42 @@ class BwdMainloop {
 
   // Issues dQ of the block before.
   template <class Dq>
-  CUTE_DEVICE void gemm_dq(Dq& tdQrdQ) {
+  CUTE_DEVICE void gemm_dq(Dq& tdQrdQ, bool is_ds_full) {
     const DsState ds = ds_before();
-    smem_.ds_full[ds.stage].wait(ds.parity);  // dS of all consumers; fault: bwd90-ds-full
+    smem_.ds_full[ds.stage].wait(ds.parity,
+                                 is_ds_full);  // dS of all consumers; fault: bwd90-ds-full
     gemm_ss<kBlockN>(MmaDq{}, ds_operand(ds.stage), kt_operand(), tdQrdQ);
   }
 
-  // dS^T to shared memory: a row is a key, with kBlockM query rows.
-  template <class Words>
-  CUTE_DEVICE void store_shared(const Words& words) {
+  // dS^T in shared memory: a row is a key, with kBlockM query rows. Where this lane's chunk of
+  // columns 0 to 15 lies; `chunk ^ column` is that of later columns.
+  CUTE_DEVICE int chunk_of_ds() const {
     constexpr int kWarpKeys = Traits::kConsumerKeys / 4;
-    const int warp = hopper::thread_in_warpgroup() / 32;  // without a shuffle, which takes long
-    const int lane = hopper::thread_in_warpgroup() % 32;
-    Element* const rows = smem_.ds[state_.ds.stage] +
-                          (consumer_ * Traits::kConsumerKeys + warp * kWarpKeys) * kBlockM;
-    // Where this lane's chunk of columns 0 to 15 lies; `first ^ column` is that of later columns.
-    const int first = typename Traits::SmemLayoutDst{}(lane % 16, lane / 16 * 8);
+    const int thread = hopper::thread_in_warpgroup_here();
+    const int lane = thread % 32;
+    return (consumer_ * Traits::kConsumerKeys + thread / 32 * kWarpKeys) * kBlockM +
+           typename Traits::SmemLayoutDst{}(lane % 16, lane / 16 * 8);
+  }
+  template <class Words>
+  CUTE_DEVICE void store_shared(const Words& words, int chunk) {
     CUTE_UNROLL
     for (int column = 0; column < kBlockM; column += 16) {
       uint32_t block[4];  // (2 rows, 2 x 8 columns)
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) block[i] = words(column / 4 + i);
-      hopper::stmatrix(rows + (first ^ column), block);
+      hopper::stmatrix(smem_.ds[state_.ds.stage] + (chunk ^ column), block);
     }
   }
 
   CUTE_DEVICE GradientPlace place_of_dq(const Sequence& sequence, int batch, int head) const {
     return {params_.dq, batch, head, sequence.first_q, sequence.len_q, params_.head_dim};
+  }
+
+  // Ahead of add_dq: the part of dQ that this consumer has staged before has been read.
+  CUTE_DEVICE void wait_for_part() {
+    if (arguments_.dq_by == DqBy::kTile) return;
+    smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);
+    state_.dq_parity ^= 1;
   }
 
   // Releases dS of the block before, whose dQ is complete. Hands this tile's part of dQ to who adds
@@ -336,9 +366,6 @@ class BwdMainloop {
           place_of_dq(sequence_, tile_.batch, block.head), block.m_block * kBlockM,
           params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
     }
-    // The part before has been read.
-    smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);
-    state_.dq_parity ^= 1;
     WarpgroupSums::store_to_shared(smem_.dq[consumer_], tdQrdQ);
     // Visible to the bulk copy, once all lanes are here.
     hopper::fence_async_proxy();

@@ -67,7 +67,8 @@ class WarpgroupSums {
                                         float factor) {
     using namespace cute;
     constexpr int kWarpRows = 16;
-    const int warp = hopper::warp_in_warpgroup(), lane = hopper::thread_in_warpgroup() % 32;
+    const int thread = hopper::thread_in_warpgroup_here();  // without a shuffle, which takes long
+    const int warp = thread / 32, lane = thread % 32;
     const float* const of_lane = part + warp * kWarpRows * kColumns + lane % 8 * 16;
     const int row = row0 + warp * kWarpRows + lane % 8;
     const TensorView<void*>& view = place.view;
@@ -102,7 +103,8 @@ class WarpgroupSums {
  private:
   template <class Accumulator, class F>
   static CUTE_DEVICE void for_each_four(const Accumulator& accumulator, F&& f) {
-    const int warp = hopper::warp_in_warpgroup(), lane = hopper::thread_in_warpgroup() % 32;
+    const int thread = hopper::thread_in_warpgroup_here();
+    const int warp = thread / 32, lane = thread % 32;
     const int first = (warp * decltype(cute::size(accumulator))::value * 8 + lane) * 4;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(accumulator); i += 4) f(i, first + i * 32);

@@ -105,7 +105,7 @@ struct BwdTraits {
     alignas(1024) Element ds[kDsStages][cute::size(ShapeDs{})];  // as (keys, query rows)
     alignas(1024) float dq[kConsumers][cute::size(ShapeQ{})];    // on its way to the sums; then dK
                                                                  // and dV on theirs
-    alignas(128) RowGradStats stats[kStages][kBlockM];           // comes and goes with Q
+    alignas(128) TwoRowGradStats stats[kStages][kBlockM / 2];    // comes and goes with Q
     hopper::Barrier k_full;
     hopper::Barrier v_full;
     hopper::Barrier kv_empty;

@@ -23,9 +23,9 @@ class TransposedScores {
 
  public:
   using TileMask = Mask<kMask, UnpackedRows>;
-  // Whether they are loaded ahead of the wait for S. Where scores change, and at head dim 96, ptxas
-  // would spill.
-  static constexpr bool kLoadsLseEarly = kMask != MaskKind::kScored && Traits::kHeadDim != 96;
+  // Whether log-sum-exps are loaded ahead of the wait for S. Where scores change, ptxas would
+  // spill.
+  static constexpr bool kLoadsLseEarly = kMask != MaskKind::kScored;
 
   // `key0`: the warpgroup's first.
   CUTE_DEVICE TransposedScores(const BwdParams& params, const Sequence& sequence, int key0)
@@ -36,26 +36,33 @@ class TransposedScores {
   template <class S, class Derivatives>
   CUTE_DEVICE void change(int batch, int head, int row0, S& tSrS, Derivatives& derivatives) const {
     auto scores = rows_first(tSrS);
-    const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+    const int thread = hopper::thread_in_warpgroup_here();
     using Element = typename Traits::Element;
     const ScoreMod<Element, Traits::kReadsBias, true, true> score_mod(params_, sequence_, batch);
     score_mod.apply(scores, rows_first(derivatives), row_and_key(thread), row_and_key(0), row0,
                     key0_, [&](int row) { return PackGqa::HeadAndQuery{head, row}; });
   }
 
-  // The log-sum-exps of this thread's rows, for to_weights.
-  using Lse = decltype(cute::make_tensor<float>(cute::Int<kBlockM / 4>{}));
-  CUTE_DEVICE Lse lse_of_rows(const RowGradStats* stats) const {
-    using namespace cute;
-    Lse lse_log2;
-    for_each_row(stats, [&](int c, const RowGradStats& of_row) { lse_log2(c) = of_row.lse_log2; });
-    return lse_log2;
+  // Of this thread's rows: the log-sum-exps, for to_weights; delta, for to_score_gradients.
+  using OfRows = decltype(cute::make_tensor<float>(cute::Int<kBlockM / 4>{}));
+  CUTE_DEVICE OfRows lse_of_rows(const TwoRowGradStats* stats) const {
+    return of_rows(stats, &TwoRowGradStats::lse_log2);
+  }
+  CUTE_DEVICE OfRows delta_of_rows(const TwoRowGradStats* stats) const {
+    return of_rows(stats, &TwoRowGradStats::delta);
+  }
+
+  // Whether the mask hides any of this tile from the query rows from `row0` on. Asked ahead of the
+  // wait for S: the sequence may be in shared memory.
+  CUTE_DEVICE bool is_cut(int row0) const {
+    const TileMask mask(params_, sequence_, UnpackedRows{});
+    return mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys);
   }
 
   // P from S of the query rows from `row0` on. The mask goes onto the exponent: the weight of a key
   // that its row does not see may be inf.
   template <class S>
-  CUTE_DEVICE void to_weights(const Lse& lse_log2, int row0, S& tSrS) const {
+  CUTE_DEVICE void to_weights(const OfRows& lse_log2, int row0, bool is_cut, S& tSrS) const {
     using namespace cute;
     auto weights = as_matrix(tSrS);
     const float scale_log2 = params_.scale.signed_log2();
@@ -69,11 +76,10 @@ class TransposedScores {
         }
       }
     }
-    // Made anew: it would hold registers through the loop.
-    const TileMask mask(params_, sequence_, UnpackedRows{});
-    if (mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys)) {
+    if (is_cut) {
+      const TileMask mask(params_, sequence_, UnpackedRows{});  // anew: it would hold registers
       auto rows = rows_first(tSrS);
-      const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+      const int thread = hopper::thread_in_warpgroup_here();
       mask.apply(rows, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
                  Traits::kConsumerKeys);
     }
@@ -83,14 +89,15 @@ class TransposedScores {
 
   // dS from dP, in its place.
   template <class P, class Dp>
-  CUTE_DEVICE void to_score_gradients(const RowGradStats* stats, P& tSrP, Dp& tSrDp) const {
+  CUTE_DEVICE void to_score_gradients(const OfRows& delta, P& tSrP, Dp& tSrDp) const {
     using namespace cute;
     const auto weights = as_matrix(tSrP);
     auto ds = as_matrix(tSrDp);
-    for_each_row(stats, [&](int c, const RowGradStats& of_row) {
+    CUTE_UNROLL
+    for (int c = 0; c < size<1>(ds); ++c) {
       CUTE_UNROLL
-      for (int r = 0; r < size<0>(ds); ++r) ds(r, c) = weights(r, c) * (ds(r, c) - of_row.delta);
-    });
+      for (int r = 0; r < size<0>(ds); ++r) ds(r, c) = weights(r, c) * (ds(r, c) - delta(c));
+    }
   }
 
  private:
@@ -112,21 +119,23 @@ class TransposedScores {
     };
   }
 
-  // f(column of the fragment, statistics) of each query row. Two rows lie side by side.
-  template <class F>
-  CUTE_DEVICE void for_each_row(const RowGradStats* stats, F&& f) const {
+  // One number of each query row of this thread. Two rows lie side by side.
+  CUTE_DEVICE OfRows of_rows(const TwoRowGradStats* stats,
+                             float (TwoRowGradStats::*number)[2]) const {
     using namespace cute;
-    const auto at = key_and_row(platform::rematerialize(hopper::thread_in_warpgroup()));
+    const auto at = key_and_row(hopper::thread_in_warpgroup_here());
+    OfRows numbers;
     CUTE_UNROLL
-    for (int c = 0; c < kBlockM / 4; c += 2) {
-      struct alignas(16) Two {
-        RowGradStats rows[2];
+    for (int c = 0; c < size(numbers); c += 2) {
+      struct alignas(8) Two {
+        float rows[2];
       };
-      const int row = get<1>(at(0, c));
-      const Two two = *reinterpret_cast<const Two*>(stats + row);
-      f(c, two.rows[0]);
-      f(c + 1, two.rows[1]);
+      const TwoRowGradStats& of_two = stats[get<1>(at(0, c)) / 2];
+      const Two two = reinterpret_cast<const Two&>(of_two.*number);
+      numbers(c) = two.rows[0];
+      numbers(c + 1) = two.rows[1];
     }
+    return numbers;
   }
 
   const BwdParams& params_;

@@ -236,10 +236,10 @@ class LargeBwdMainloop {
     using namespace cute;
     if (thread_ >= kQueries / 2) return;
     const int64_t of_head = int64_t{head} * params_.m_blocks * kStatsRows;
-    const RowGradStats* const rows =
-        params_.workspace.stats + smem_.tile.first_stats + of_head + row0;
-    const auto* from = reinterpret_cast<const float*>(rows + 2 * thread_);
-    auto* to = reinterpret_cast<float*>(&smem_.stats[2 * thread_]);
+    const TwoRowGradStats* const rows =
+        params_.workspace.stats + (smem_.tile.first_stats + of_head + row0) / 2;
+    const auto* from = reinterpret_cast<const float*>(rows + thread_);
+    auto* to = reinterpret_cast<float*>(&smem_.stats[thread_]);
     copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(true),
          make_tensor(make_gmem_ptr(from), Shape<_4>{}),
          make_tensor(make_smem_ptr(to), Shape<_4>{}));
@@ -405,7 +405,8 @@ class LargeBwdMainloop {
   CUTE_DEVICE void for_each_row(const Matrix& matrix, const F& f) const {
     const auto mine = coords(platform::rematerialize(thread_));
     CUTE_UNROLL
-    for (int r = 0; r < cute::size<0>(matrix); ++r) f(r, smem_.stats[cute::get<0>(mine(r, 0))]);
+    for (int r = 0; r < cute::size<0>(matrix); ++r)
+      f(r, stats_of_row(smem_.stats, cute::get<0>(mine(r, 0))));
   }
 
   template <class S>

@@ -70,7 +70,7 @@ struct LargeBwdTraits {
   struct SharedMemory {
     alignas(128) Element chunks[kStages][kConfig.chunk_elements()];
     alignas(128) Element weights[cute::size(ShapeS{})];  // P or dS
-    alignas(128) RowGradStats stats[kBlockRows];
+    alignas(128) TwoRowGradStats stats[kBlockRows / 2];
     alignas(128) Tile tile;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));

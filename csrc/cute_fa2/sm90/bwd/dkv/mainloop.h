@@ -78,10 +78,11 @@ class DkvMainloop {
     Stage before;                            // whose product of the gradient is in flight
     first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
     gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
-    typename Scores::Lse lse;  // kIsDv: of the next block
+    typename Scores::OfRows lse;  // kIsDv: of the next block
     if constexpr (kIsDv && Scores::kLoadsLseEarly) {
       lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
     }
+    bool is_cut = kIsDv && scores_.is_cut(block.m_block * kBlockM);
     hopper::wgmma_wait<0>();  // S or dP is complete
     CUTE_NO_UNROLL
     for (bool is_first = true;; is_first = false) {
@@ -95,13 +96,13 @@ class DkvMainloop {
           auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
           scores_.change(batch_, block.head, block.m_block * kBlockM, tSrS, derivatives);
           scores_.to_weights(scores_.lse_of_rows(smem_.stats[stage_.stage]),
-                             block.m_block * kBlockM, tSrS);
+                             block.m_block * kBlockM, is_cut, tSrS);
           auto products = make_fragment_like(tSrS);
           CUTE_UNROLL
           for (int i = 0; i < size(tSrS); ++i) products(i) = tSrS(i) * float(derivatives(i));
           hand_over(products);
         } else {
-          scores_.to_weights(lse, block.m_block * kBlockM, tSrS);
+          scores_.to_weights(lse, block.m_block * kBlockM, is_cut, tSrS);
           hand_over(tSrS);
         }
         hopper::arrive_of_warp(smem_.q_empty[stage_.stage], /*after_accesses=*/true);
@@ -131,6 +132,7 @@ class DkvMainloop {
         second_full(before).wait(before.parity);  // dO has arrived
         gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
         if constexpr (Scores::kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
+        is_cut = scores_.is_cut(block.m_block * kBlockM);
         hopper::wgmma_wait<1>();  // S is complete
       } else {
         // Q has arrived: statistics came with it.
@@ -197,13 +199,16 @@ class DkvMainloop {
   CUTE_DEVICE void to_score_gradients(Dp& tSrDp) {
     using namespace cute;
     auto tSrP = make_tensor<float>(tSrDp.layout());
+    hopper::Barrier& q_full = smem_.q_full[stage_.stage];
+    const bool has_q = q_full.is_over(stage_.parity);          // likely: P is made of Q
     smem_.weights_full[weights_.stage].wait(weights_.parity);  // P is there
+    q_full.wait(stage_.parity, has_q);                         // so are the statistics
     WarpgroupSums::load_from_shared(smem_.weights[weights_.stage], tSrP);
+    const auto delta = scores_.delta_of_rows(smem_.stats[stage_.stage]);
     hopper::sync_warp();
     hopper::arrive_of_warp(smem_.weights_empty[weights_.stage], /*after_accesses=*/true);
     weights_.advance();
-    smem_.q_full[stage_.stage].wait(stage_.parity);  // so are the statistics
-    scores_.to_score_gradients(smem_.stats[stage_.stage], tSrP, tSrDp);
+    scores_.to_score_gradients(delta, tSrP, tSrDp);
   }
 
   Scores scores_;

@@ -70,7 +70,7 @@ struct DkvTraits {
     alignas(1024) Element q[kStages][cute::size(ShapeQ{})];
     alignas(1024) Element dout[kStages][cute::size(ShapeQ{})];
     alignas(128) float weights[kWeightsStages][cute::size(ShapeSt{})];  // P^T, as threads hold it
-    alignas(128) RowGradStats stats[kStages][kBlockM];                  // comes and goes with Q
+    alignas(128) TwoRowGradStats stats[kStages][kBlockM / 2];           // comes and goes with Q
     // Full: what TMA brought is visible to both consumers. Empty: all their warps are done with the
     // stage.
     hopper::Barrier k_full;

@@ -166,11 +166,12 @@ class DqMainloop {
   CUTE_DEVICE void load_statistics() {
     const auto at = row_and_key(hopper::thread_in_warpgroup());
     const int64_t first = index_of(params_, first_index_, {.head = tile_.head, .m_block = 0});
-    const RowGradStats* const of_head = params_.workspace.stats + first * BwdConfigSm90::kBlockM;
+    const TwoRowGradStats* const of_head =
+        params_.workspace.stats + first * (BwdConfigSm90::kBlockM / 2);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int row = row0_ + static_cast<int>(cute::get<0>(at(r, 0)));
-      stats_[r] = row < sequence_.len_q ? of_head[row] : RowGradStats{INFINITY, 0.f};
+      stats_[r] = row < sequence_.len_q ? stats_of_row(of_head, row) : RowGradStats{INFINITY, 0.f};
     }
   }
 
@@ -183,7 +184,7 @@ class DqMainloop {
     auto derivatives = make_fragment_like<Derivative<Element>>(
         tSrS);  // MaskKind::kScored: of the changed scores by S
     if constexpr (kMask == MaskKind::kScored) {
-      const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+      const int thread = hopper::thread_in_warpgroup_here();
       const ScoreMod<Element, Traits::kReadsBias, true, true> score_mod(params_, sequence_,
                                                                         tile_.batch);
       score_mod.apply(weights, as_matrix(derivatives), row_and_key(thread), row_and_key(0), row0_,
@@ -201,7 +202,7 @@ class DqMainloop {
       }
     }
     if (mask_.cuts(row0_, kRows, key0, kBlockN)) {
-      const int thread = platform::rematerialize(hopper::thread_in_warpgroup());
+      const int thread = hopper::thread_in_warpgroup_here();
       mask_.apply(weights, row_and_key(thread), row_and_key(0), row0_, kRows, key0, kBlockN);
     }
     CUTE_UNROLL
