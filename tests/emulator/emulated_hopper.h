@@ -45,7 +45,8 @@ class Barrier {
   EMULATED void wait(uint32_t parity) { emulator::wait_at_barrier(&state_, parity); }
   EMULATED bool is_over(uint32_t parity) { return emulator::is_barrier_over(&state_, parity); }
   EMULATED void wait(uint32_t parity, bool is_over) {
-    if (!is_over) wait(parity);
+    if (!is_over) return wait(parity);
+    emulator::check_barrier_is_over(&state_, parity);
   }
   EMULATED uint64_t* state() { return &state_; }
 

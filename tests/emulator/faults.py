@@ -74,7 +74,7 @@ SM90 = [
 BACKWARD = [
     Fault("bwd-keyless-row", "stats = {lse * kLog2e, sum - dlse};", WRONG),
     Fault("bwd-dlse", "= 0.f", WRONG),
-    Fault("bwd-padding", "= exists ? stats.lse_log2 : -INFINITY", WRONG),
+    Fault("bwd-padding", "= exists ? stats : RowGradStats{-INFINITY, 0.f}", WRONG),
     Fault("bwd-group-head", "= block.head + 2", WRONG),
     Fault("bwd-ds-barrier", "", READ),
     Fault("bwd-mask", "= (n_block_ + 1) * kBlockN", WRONG),
@@ -84,7 +84,7 @@ BACKWARD = [
 BACKWARD_SM90 = [
     Fault("bwd90-ds-fence", "", "with no fence.proxy.async ahead"),
     Fault("bwd90-ds-full", "", READ),
-    Fault("bwd90-rows", "return true;", READ),
+    Fault("bwd90-rows", "return true;", "which is under way"),
     Fault("bwd90-staged", "", "still reads|has read"),
     Fault("bwd90-dq-complete", "", "has not waited for"),
     Fault("bwd90-claim", "= platform::fetch_add(waiting, 1) - 1", "nobody has written"),

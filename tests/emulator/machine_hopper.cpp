@@ -23,6 +23,9 @@ void wait_at_barrier(const void* barrier, uint32_t parity) {
 bool is_barrier_over(const void* barrier, uint32_t parity) {
   return running->cta->mbarriers.is_over(*running, barrier, parity, CALLER);
 }
+void check_barrier_is_over(const void* barrier, uint32_t parity) {
+  running->cta->mbarriers.check_is_over(*running, barrier, parity, CALLER);
+}
 
 void arrive_named(int id, int threads) {
   running->cta->barrier(*running, id, threads, CALLER, false);

@@ -15,6 +15,7 @@ void fence_barrier_init();  // fence.mbarrier_init, of those that the thread ini
 void arrive_at_barrier(const void* barrier, int64_t expected_bytes);
 void wait_at_barrier(const void* barrier, uint32_t parity);
 bool is_barrier_over(const void* barrier, uint32_t parity);
+void check_barrier_is_over(const void* barrier, uint32_t parity);
 
 // bar.arrive: at the named barrier, without waiting.
 void arrive_named(int id, int threads);

@@ -119,6 +119,13 @@ bool MBarriers::is_over(Thread& thread, const void* at, uint32_t parity, const v
   return true;
 }
 
+void MBarriers::check_is_over(Thread& thread, const void* at, uint32_t parity, const void* code) {
+  const MBarrier& barrier = find(thread, at, code);
+  if (parity_of(barrier) != parity) return;
+  fail(thread, code, "takes the phase of the barrier at shared + %u for over, which is under way",
+       barrier.offset);
+}
+
 std::string MBarriers::describe(const Thread& thread) const {
   const MBarrier& barrier = *thread.waits_for;
   return "at shared + " + std::to_string(barrier.offset) + ", parity " +

@@ -40,6 +40,8 @@ class MBarriers {
   void wait(Thread& thread, const void* at, uint32_t parity, const void* code);
   // Whether a wait would return at once. If so, the thread has heard what it hears from one.
   bool is_over(Thread& thread, const void* at, uint32_t parity, const void* code);
+  // Fails if it would not: the thread counts on an answer from before. It hears nothing.
+  void check_is_over(Thread& thread, const void* at, uint32_t parity, const void* code);
 
   // For a TMA load that arrives at `at`.
   MBarrier& find_published(Thread& thread, const void* at, const void* code);

@@ -173,7 +173,8 @@ constexpr struct {
     {"ask", [](Me& me, int parity, int) { me.is_over = is_barrier_over(&me.s.barrier, parity); }},
     {"wait_if_not",
      [](Me& me, int parity, int) {
-       if (!me.is_over) wait_at_barrier(&me.s.barrier, parity);
+       if (!me.is_over) return wait_at_barrier(&me.s.barrier, parity);
+       check_barrier_is_over(&me.s.barrier, parity);
      }},
     {"load", [](Me& me, int, int) { tma_load(&me.p.map, me.s.first, &me.s.barrier, {}); }},
     {"bulk_load", [](Me& me, int offset,

@@ -184,19 +184,10 @@ struct FwdParams : AttentionParams {
 
 // What a step of the backward needs of a query row. A row that does not exist or sees no key has
 // {+inf, 0}: its weights are 0 without a test.
-struct RowGradStats {
+struct alignas(8) RowGradStats {
   float lse_log2;  // the log-sum-exp, times log2(e)
   float delta;     // rowsum(dO * O) - dlse
 };
-// In memory, of two neighbouring rows: a thread that has both loads one number of each at once.
-struct alignas(16) TwoRowGradStats {
-  float lse_log2[2];
-  float delta[2];
-};
-FLASH_CUTE_HOST_DEVICE RowGradStats stats_of_row(const TwoRowGradStats* rows, int row) {
-  const TwoRowGradStats& two = rows[row >> 1];
-  return {two.lse_log2[row & 1], two.delta[row & 1]};
-}
 
 // sm90: the tiles of keys that add to a block of dQ's sums, in any order. The first stores its
 // part. The last has a finished block.
@@ -219,8 +210,8 @@ struct DqFinished {
 // columns to the tile's head dim. dQ, dK and dV are sums in fp32, without the scale, in the order
 // of a tile's accumulators (smXX/bwd/: accumulator.h, sums.h).
 struct BwdWorkspace {
-  TwoRowGradStats* stats;  // (batch, heads_q, m_blocks, block_m / 2); packed: without the batch
-  float* dq;         // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
+  RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m); packed sequences: without the batch
+  float* dq;            // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
   float* dk;         // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;         // likewise
   float* dbias;      // (bias_splits, elements of dbias) sums; null without splits

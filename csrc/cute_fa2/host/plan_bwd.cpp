@@ -139,7 +139,7 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   const bool in_order = sums && params.deterministic;
   const int64_t split_rows = plan.head_splits > 1 ? plan.head_splits * rows_k : 0;
   BwdWorkspace workspace;
-  workspace.stats = memory.take<TwoRowGradStats>(rows_q / 2);
+  workspace.stats = memory.take<RowGradStats>(rows_q);
   workspace.dq = memory.take<float>(sums ? rows_q * plan.head_dim : 0);
   workspace.dk = memory.take<float>(split_rows * plan.head_dim);
   workspace.dv = memory.take<float>(split_rows * plan.head_dim);

@@ -10,6 +10,7 @@
 #include "common/element.h"
 #include "common/mask.h"
 #include "common/platform.h"
+#include "common/row_grad_stats.h"
 #include "common/sequence.h"
 #include "host/params.h"
 #include "host/plan_bwd.h"
@@ -91,9 +92,9 @@ struct PreprocessKernel {
         // Selected, not multiplied: dlse of a row without a key may be NaN.
         if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};  // fault: bwd-keyless-row
       }
-      TwoRowGradStats& two = params.workspace.stats[(block * arguments.block_m + in_block) / 2];
-      two.lse_log2[in_block % 2] = stats.lse_log2;  // fault: bwd-padding
-      two.delta[in_block % 2] = stats.delta;
+      const int64_t row = block * arguments.block_m + in_block;
+      const RowGradStats of_row = stats;  // fault: bwd-padding
+      in_pairs(params.workspace.stats)[row / 2].set(in_block, of_row);
     }
 
     if (params.workspace.adders) {

@@ -6,6 +6,7 @@
 #include <cute/config.hpp>
 
 #include "common/platform.h"
+#include "common/row_grad_stats.h"
 #include "common/sequence.h"
 #include "common/sink.h"
 #include "host/params.h"
@@ -39,7 +40,7 @@ struct SinkGradientKernel {
         const int64_t index = (int64_t{entry} * params.heads_q + head) * params.m_blocks + block;
         for (int row = thread; row < arguments.block_m; row += Traits::kThreads) {
           const RowGradStats stats =
-              stats_of_row(params.workspace.stats + index * arguments.block_m / 2, row);
+              stats_of_row(in_pairs(params.workspace.stats + index * arguments.block_m), row);
           sum -= platform::exp2(sink_log2 - stats.lse_log2) * stats.delta;  // fault: sink-gradient
         }
       }

@@ -69,8 +69,9 @@ class Barrier {
     Impl::wait(&state_, parity);
     order_memory();
   }
-  // Whether that phase is over. An answer takes some 100 clocks: who asks early does not wait for
-  // it. If it was over, `wait` with that answer makes visible what a wait does.
+  // Whether that phase is over. An answer takes long: who asks early does not wait for it. Yes
+  // makes visible what a wait does, to the lane that asked. Ahead of `wait` no further phase may
+  // end.
   CUTE_DEVICE bool is_over(uint32_t parity) { return Impl::test_wait(&state_, parity, 1); }
   CUTE_DEVICE void wait(uint32_t parity, bool is_over) {
     if (!is_over) Impl::wait(&state_, parity);

@@ -14,6 +14,7 @@
 #include "common/mask.h"
 #include "common/pack_gqa.h"
 #include "common/platform.h"
+#include "common/row_grad_stats.h"
 #include "common/score_mod.h"
 #include "common/sequence.h"
 #include "host/params.h"
@@ -242,8 +243,8 @@ struct BiasGradientKernel {
     const int row = 2 * platform::rematerialize(platform::thread_index());
     if (row >= kBlockM) return;
     const bool exists = block.at.m_block * kBlockM + row < block.sequence.len_q;
-    const auto* from = reinterpret_cast<const float*>(arguments.stats(block.at) + row / 2);
-    auto* to = reinterpret_cast<float*>(stats + row / 2);
+    const auto* from = reinterpret_cast<const float*>(arguments.stats(block.at) + row);
+    auto* to = reinterpret_cast<float*>(&stats[row / 2]);
     copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(exists),
          make_tensor(make_gmem_ptr(from), Shape<_4>{}),
          make_tensor(make_smem_ptr(to), Shape<_4>{}));

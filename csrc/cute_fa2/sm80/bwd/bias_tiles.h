@@ -60,9 +60,9 @@ struct BiasTiles {
       return int64_t{splits} * heads.divisor * row_blocks.divisor * key_blocks.divisor *
              batch.divisor;
     }
-    CUTE_DEVICE const TwoRowGradStats* stats(const TileCoord& at) const {
-      return params.workspace.stats +
-             (at.head * stats_of_head + int64_t{at.batch} * stats_rows + at.m_block * kBlockM) / 2;
+    CUTE_DEVICE const RowGradStats* stats(const TileCoord& at) const {
+      return params.workspace.stats + at.head * stats_of_head + int64_t{at.batch} * stats_rows +
+             at.m_block * kBlockM;
     }
   };
 

@@ -12,6 +12,7 @@
 #include "common/gradient.h"
 #include "common/mask.h"
 #include "common/platform.h"
+#include "common/row_grad_stats.h"
 #include "common/score_mod.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
@@ -179,7 +180,7 @@ class BwdMainloop {
                     params_.head_dim_v, sDout(stage));
     if (thread_ < kBlockM / 2) {  // two rows a thread
       const auto* from = reinterpret_cast<const float*>(params_.workspace.stats +
-                                                        index_of(block) * (kBlockM / 2) + thread_);
+                                                        index_of(block) * kBlockM + 2 * thread_);
       auto* to = reinterpret_cast<float*>(&smem_.stats[stage][thread_]);
       copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(true),
            make_tensor(make_gmem_ptr(from), Shape<_4>{}),

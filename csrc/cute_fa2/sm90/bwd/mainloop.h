@@ -92,7 +92,7 @@ class BwdMainloop {
       // ((2, 2, kHeadDim / 8), 1, 1)
       auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
       gemm_dq(tdQrdQ, false);
-      wait_for_part();
+      wait_until_part_is_read();
       hopper::wgmma_wait<0>();  // dQ is complete
       add_dq(before, tdQrdQ);
     }
@@ -155,7 +155,7 @@ class BwdMainloop {
     const bool has_q = smem_.q_full[at.stage].is_over(at.parity);
     return smem_.dout_full[at.stage].is_over(at.parity) && has_q;  // fault: bwd90-rows
   }
-  // They have.
+  // Waits for those of the stage, unless `are_there` says that they have arrived.
   CUTE_DEVICE void wait_for_rows(bool are_there) {
     smem_.q_full[state_.stage.stage].wait(state_.stage.parity, are_there);
     smem_.dout_full[state_.stage.stage].wait(state_.stage.parity, are_there);
@@ -179,10 +179,6 @@ class BwdMainloop {
     const auto gemm_dp = [&] {
       gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
     };
-    const auto load_lse = [&] {
-      if constexpr (!Scores::kLoadsLseEarly)
-        lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
-    };
     const int row0 = block.m_block * kBlockM;
     const bool is_cut = scores_.is_cut(row0);
     if constexpr (kMask == MaskKind::kScored) {
@@ -191,7 +187,7 @@ class BwdMainloop {
       hopper::wgmma_wait<0>();  // S is complete
       warpgroup_fence_operand(tSrS);
       scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
-      load_lse();
+      lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
       scores_.to_weights(lse, row0, is_cut, tSrS);
       convert_to_words<Element>(tSrS, p_words);
       CUTE_UNROLL
@@ -199,7 +195,6 @@ class BwdMainloop {
       gemm_dp();
     } else {
       gemm_dp();
-      load_lse();
       hopper::wgmma_wait<1>();  // S is complete
       warpgroup_fence_operand(tSrS);
       scores_.to_weights(lse, row0, is_cut, tSrS);
@@ -218,7 +213,7 @@ class BwdMainloop {
     convert_to_words<Element>(tSrDp, ds_words);
 
     gemm_rs(typename Traits::MmaDv{}, tSrP, doutt_operand(), tdVrdV);
-    bool is_ds_full = false;  // of the step before
+    bool is_ds_full = false;  // dS of the step before, of all consumers; asked in vain by most
     if (has_dq) {
       ds_empty.wait(state_.ds.parity ^ 1, is_ds_empty);  // dS of two steps before has been read
       is_ds_full = smem_.ds_full[ds_before().stage].is_over(ds_before().parity);
@@ -247,7 +242,7 @@ class BwdMainloop {
       gemm_dq(tdQrdQ, is_ds_full);
       gemm_dk();
       hand_over_ds();
-      wait_for_part();
+      wait_until_part_is_read();
       hopper::wgmma_wait<1>();  // dQ is complete
       are_there = have_rows(next_stage);
       add_dq(before, tdQrdQ);  // under dK
@@ -319,8 +314,7 @@ class BwdMainloop {
   template <class Dq>
   CUTE_DEVICE void gemm_dq(Dq& tdQrdQ, bool is_ds_full) {
     const DsState ds = ds_before();
-    smem_.ds_full[ds.stage].wait(ds.parity,
-                                 is_ds_full);  // dS of all consumers; fault: bwd90-ds-full
+    smem_.ds_full[ds.stage].wait(ds.parity, is_ds_full);  // dS of all; fault: bwd90-ds-full
     gemm_ss<kBlockN>(MmaDq{}, ds_operand(ds.stage), kt_operand(), tdQrdQ);
   }
 
@@ -349,7 +343,7 @@ class BwdMainloop {
   }
 
   // Ahead of add_dq: the part of dQ that this consumer has staged before has been read.
-  CUTE_DEVICE void wait_for_part() {
+  CUTE_DEVICE void wait_until_part_is_read() {
     if (arguments_.dq_by == DqBy::kTile) return;
     smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);
     state_.dq_parity ^= 1;

@@ -83,7 +83,7 @@ class BwdProducer {
       smem_.q_empty[stage].wait(parity ^ 1);  // all consumers are done with the stage
       full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
       const int64_t index = index_of(params, tile.first_index, block);
-      hopper::bulk_load(params.workspace.stats + index * (Traits::kBlockM / 2), smem_.stats[stage],
+      hopper::bulk_load(params.workspace.stats + index * Traits::kBlockM, smem_.stats[stage],
                         sizeof smem_.stats[0], full);
       tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip, kBoxRows,
                        true>(arguments_.maps.q, arguments_.maps.ragged_q, params.q, smem_.q[stage],

@@ -8,6 +8,7 @@
 #include "common/mask.h"
 #include "common/pack_gqa.h"
 #include "common/platform.h"
+#include "common/row_grad_stats.h"
 #include "common/score_mod.h"
 #include "common/sequence.h"
 #include "host/params.h"
@@ -52,15 +53,15 @@ class TransposedScores {
     return of_rows(stats, &TwoRowGradStats::delta);
   }
 
-  // Whether the mask hides any of this tile from the query rows from `row0` on. Asked ahead of the
-  // wait for S: the sequence may be in shared memory.
+  // Whether the mask hides any key of this tile from the kBlockM query rows from `row0` on. Asked
+  // ahead of the wait for S: the sequence may be in shared memory.
   CUTE_DEVICE bool is_cut(int row0) const {
     const TileMask mask(params_, sequence_, UnpackedRows{});
     return mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys);
   }
 
-  // P from S of the query rows from `row0` on. The mask goes onto the exponent: the weight of a key
-  // that its row does not see may be inf.
+  // P from S of the query rows from `row0` on; `is_cut`: of the same rows. The mask goes onto the
+  // exponent: the weight of a key that its row does not see may be inf.
   template <class S>
   CUTE_DEVICE void to_weights(const OfRows& lse_log2, int row0, bool is_cut, S& tSrS) const {
     using namespace cute;

@@ -19,6 +19,7 @@
 #include "common/mask.h"
 #include "common/pack_gqa.h"
 #include "common/platform.h"
+#include "common/row_grad_stats.h"
 #include "common/score_mod.h"
 #include "common/sequence.h"
 #include "host/params.h"
@@ -236,9 +237,9 @@ class LargeBwdMainloop {
     using namespace cute;
     if (thread_ >= kQueries / 2) return;
     const int64_t of_head = int64_t{head} * params_.m_blocks * kStatsRows;
-    const TwoRowGradStats* const rows =
-        params_.workspace.stats + (smem_.tile.first_stats + of_head + row0) / 2;
-    const auto* from = reinterpret_cast<const float*>(rows + thread_);
+    const RowGradStats* const rows =
+        params_.workspace.stats + smem_.tile.first_stats + of_head + row0;
+    const auto* from = reinterpret_cast<const float*>(rows + 2 * thread_);
     auto* to = reinterpret_cast<float*>(&smem_.stats[thread_]);
     copy(Copy_Atom<platform::CopyGlobalToShared, float>{}.with(true),
          make_tensor(make_gmem_ptr(from), Shape<_4>{}),

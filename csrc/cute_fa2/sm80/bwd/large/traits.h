@@ -7,6 +7,7 @@
 
 #include "common/element.h"
 #include "common/platform.h"
+#include "common/row_grad_stats.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "host/params.h"

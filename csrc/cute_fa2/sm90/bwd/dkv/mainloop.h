@@ -108,7 +108,7 @@ class DkvMainloop {
         hopper::arrive_of_warp(smem_.q_empty[stage_.stage], /*after_accesses=*/true);
       } else {
         hopper::arrive_of_warp(smem_.dout_empty[stage_.stage]);
-        // P before statistics: Q's arrival is behind it.
+        // P's wait first: then Q has arrived, as P is made of it.
         to_score_gradients(tSrS);
       }
       if constexpr (kIsDv) {

@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/element.h"
+#include "common/row_grad_stats.h"
 #include "host/params.h"
 #include "sm90/bwd/layouts.h"
 #include "sm90/bwd/tile_queue.h"

@@ -13,6 +13,7 @@
 #include "common/mask.h"
 #include "common/pack_gqa.h"
 #include "common/platform.h"
+#include "common/row_grad_stats.h"
 #include "common/score_mod.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
@@ -167,7 +168,7 @@ class DqMainloop {
     const auto at = row_and_key(hopper::thread_in_warpgroup());
     const int64_t first = index_of(params_, first_index_, {.head = tile_.head, .m_block = 0});
     const TwoRowGradStats* const of_head =
-        params_.workspace.stats + first * (BwdConfigSm90::kBlockM / 2);
+        in_pairs(params_.workspace.stats + first * BwdConfigSm90::kBlockM);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int row = row0_ + static_cast<int>(cute::get<0>(at(r, 0)));
