@@ -92,9 +92,9 @@ struct PreprocessKernel {
         // Selected, not multiplied: dlse of a row without a key may be NaN.
         if (lse != -INFINITY) stats = {lse * kLog2e, sum - dlse};  // fault: bwd-keyless-row
       }
-      const int64_t row = block * arguments.block_m + in_block;
+      const int64_t at = block * arguments.block_m + in_block;
       const RowGradStats of_row = stats;  // fault: bwd-padding
-      in_pairs(params.workspace.stats)[row / 2].set(in_block, of_row);
+      in_pairs(params.workspace.stats)[at / 2].set(in_block, of_row);
     }
 
     if (params.workspace.adders) {
