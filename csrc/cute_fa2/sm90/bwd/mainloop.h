@@ -180,7 +180,6 @@ class BwdMainloop {
       gemm_ss<Traits::kHeadDimV>(MmaSt{}, v_operand(), dout_operand(), tSrDp);
     };
     const int row0 = block.m_block * kBlockM;
-    const bool is_cut = scores_.is_cut(row0);
     if constexpr (kMask == MaskKind::kScored) {
       // The derivatives have the registers of dP, which comes later.
       auto derivatives = make_fragment_like<Derivative<Element>>(tSrS);
@@ -188,12 +187,13 @@ class BwdMainloop {
       warpgroup_fence_operand(tSrS);
       scores_.change(tile_.batch, block.head, row0, tSrS, derivatives);
       lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
-      scores_.to_weights(lse, row0, is_cut, tSrS);
+      scores_.to_weights(lse, row0, scores_.is_cut(row0), tSrS);
       convert_to_words<Element>(tSrS, p_words);
       CUTE_UNROLL
       for (int i = 0; i < size(tSrS); ++i) tSrS(i) *= float(derivatives(i));
       gemm_dp();
     } else {
+      const bool is_cut = scores_.is_cut(row0);  // under S
       gemm_dp();
       hopper::wgmma_wait<1>();  // S is complete
       warpgroup_fence_operand(tSrS);

@@ -103,8 +103,7 @@ class WarpgroupSums {
  private:
   template <class Accumulator, class F>
   static CUTE_DEVICE void for_each_four(const Accumulator& accumulator, F&& f) {
-    const int thread = hopper::thread_in_warpgroup_here();
-    const int warp = thread / 32, lane = thread % 32;
+    const int warp = hopper::warp_in_warpgroup(), lane = hopper::thread_in_warpgroup() % 32;
     const int first = (warp * decltype(cute::size(accumulator))::value * 8 + lane) * 4;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(accumulator); i += 4) f(i, first + i * 32);
