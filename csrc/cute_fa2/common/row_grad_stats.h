@@ -24,6 +24,20 @@ CUTE_DEVICE TwoRowGradStats* in_pairs(RowGradStats* stats) {
   return reinterpret_cast<TwoRowGradStats*>(stats);
 }
 
+// Those of a thread's rows, which lie an even number of rows behind its first. So one address gives
+// all, with constants.
+class StatsOfRows {
+ public:
+  CUTE_DEVICE StatsOfRows(const TwoRowGradStats* rows, int first)
+      : first_(&rows[first >> 1].lse_log2[first & 1]) {}
+  CUTE_DEVICE RowGradStats operator()(int even) const {
+    return {first_[2 * even], first_[2 * even + 2]};
+  }
+
+ private:
+  const float* first_;
+};
+
 CUTE_DEVICE RowGradStats stats_of_row(const TwoRowGradStats* rows, int row) {
   const TwoRowGradStats& two = rows[row >> 1];
   return {two.lse_log2[row & 1], two.delta[row & 1]};

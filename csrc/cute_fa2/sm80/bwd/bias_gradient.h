@@ -181,9 +181,10 @@ struct BiasGradientKernel {
   static CUTE_DEVICE void for_each_row(const Scores& scores, const TwoRowGradStats* stats,
                                        const F& f) {
     const auto mine = Tiles::coords(platform::rematerialize(platform::thread_index()));
+    const StatsOfRows of_rows(stats, cute::get<0>(mine(0, 0)));
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(scores); ++r)
-      f(r, stats_of_row(stats, cute::get<0>(mine(r, 0))));
+      f(r, of_rows(cute::get<0>(Tiles::coords(0u)(r, 0))));
   }
 
   // Each block of a CTA has the same bias: it stays in L1.

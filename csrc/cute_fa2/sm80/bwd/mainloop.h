@@ -326,10 +326,11 @@ class BwdMainloop {
     using namespace cute;
     auto weights = as_matrix(tSrS);  // (rows, columns)
     const auto at = coords(platform::rematerialize(thread_));
+    const StatsOfRows stats(smem_.stats[stage], get<0>(at(0, 0)));
     const float scale_log2 = params_.scale.signed_log2();
     CUTE_UNROLL
     for (int r = 0; r < size<0>(weights); ++r) {
-      const float lse_log2 = stats_of_row(smem_.stats[stage], get<0>(at(r, 0))).lse_log2;
+      const float lse_log2 = stats(get<0>(coords(0u)(r, 0))).lse_log2;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(weights); ++c) {
         weights(r, c) = fmaf(weights(r, c), scale_log2, -lse_log2);
@@ -372,9 +373,10 @@ class BwdMainloop {
     const auto weights = as_matrix(tSrP);  // (rows, columns)
     auto ds = as_matrix(tSrDp);            // (rows, columns)
     const auto at = coords(platform::rematerialize(thread_));
+    const StatsOfRows stats(smem_.stats[stage], get<0>(at(0, 0)));
     CUTE_UNROLL
     for (int r = 0; r < size<0>(ds); ++r) {
-      const float delta = stats_of_row(smem_.stats[stage], get<0>(at(r, 0))).delta;
+      const float delta = stats(get<0>(coords(0u)(r, 0))).delta;
       CUTE_UNROLL
       for (int c = 0; c < size<1>(ds); ++c) ds(r, c) = weights(r, c) * (ds(r, c) - delta);
     }

@@ -405,9 +405,9 @@ class LargeBwdMainloop {
   template <class Matrix, class F>
   CUTE_DEVICE void for_each_row(const Matrix& matrix, const F& f) const {
     const auto mine = coords(platform::rematerialize(thread_));
+    const StatsOfRows of_rows(smem_.stats, cute::get<0>(mine(0, 0)));
     CUTE_UNROLL
-    for (int r = 0; r < cute::size<0>(matrix); ++r)
-      f(r, stats_of_row(smem_.stats, cute::get<0>(mine(r, 0))));
+    for (int r = 0; r < cute::size<0>(matrix); ++r) f(r, of_rows(cute::get<0>(coords(0u)(r, 0))));
   }
 
   template <class S>
