@@ -84,7 +84,6 @@ BACKWARD = [
 BACKWARD_SM90 = [
     Fault("bwd90-ds-fence", "", "with no fence.proxy.async ahead"),
     Fault("bwd90-ds-full", "", READ),
-    Fault("bwd90-rows", "return true;", "which is under way"),
     Fault("bwd90-staged", "", "still reads|has read"),
     Fault("bwd90-dq-complete", "", "has not waited for"),
     Fault("bwd90-claim", "= platform::fetch_add(waiting, 1) - 1", "nobody has written"),

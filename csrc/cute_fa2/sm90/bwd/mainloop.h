@@ -153,7 +153,7 @@ class BwdMainloop {
   // Whether Q, dO and the statistics of a block have arrived.
   CUTE_DEVICE bool have_rows(const StageState& at) {
     const bool has_q = smem_.q_full[at.stage].is_over(at.parity);
-    return smem_.dout_full[at.stage].is_over(at.parity) && has_q;  // fault: bwd90-rows
+    return smem_.dout_full[at.stage].is_over(at.parity) && has_q;
   }
   // Waits for those of the stage, unless `are_there` says that they have arrived.
   CUTE_DEVICE void wait_for_rows(bool are_there) {
