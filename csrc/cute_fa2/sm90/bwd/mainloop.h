@@ -360,7 +360,9 @@ class BwdMainloop {
           place_of_dq(sequence_, tile_.batch, block.head), block.m_block * kBlockM,
           params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
     }
-    WarpgroupSums::store_to_shared(smem_.dq[consumer_], tdQrdQ);
+    constexpr bool kShuffles =
+        kMask == MaskKind::kScored && Traits::kHeadDim == 128;  // or it spills
+    WarpgroupSums::store_to_shared<kShuffles>(smem_.dq[consumer_], tdQrdQ);
     // Visible to the bulk copy, once all lanes are here.
     hopper::fence_async_proxy();
     hopper::sync_warp();

@@ -31,9 +31,9 @@ class WarpgroupSums {
     });
   }
   // The same in shared memory, and back.
-  template <class Accumulator>
+  template <bool kShuffles = false, class Accumulator>
   static CUTE_DEVICE void store_to_shared(float* part, const Accumulator& accumulator) {
-    for_each_four(accumulator, [&](int i, int offset) {
+    for_each_four<kShuffles>(accumulator, [&](int i, int offset) {
       cute::copy(Copy{}, cute::make_tensor(accumulator.data() + i, cute::Shape<cute::_4>{}),
                  in_shared(part + offset));
     });
@@ -101,9 +101,12 @@ class WarpgroupSums {
   }
 
  private:
-  template <class Accumulator, class F>
+  // `kShuffles`: finds the warp by a shuffle. That takes long, but fewer registers.
+  template <bool kShuffles = false, class Accumulator, class F>
   static CUTE_DEVICE void for_each_four(const Accumulator& accumulator, F&& f) {
-    const int warp = hopper::warp_in_warpgroup(), lane = hopper::thread_in_warpgroup() % 32;
+    const int thread =
+        kShuffles ? hopper::thread_in_warpgroup() : hopper::thread_in_warpgroup_here();
+    const int warp = kShuffles ? hopper::warp_in_warpgroup() : thread / 32, lane = thread % 32;
     const int first = (warp * decltype(cute::size(accumulator))::value * 8 + lane) * 4;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(accumulator); i += 4) f(i, first + i * 32);
