@@ -89,6 +89,17 @@ def _bind_flash_cute(
     return lambda: flash_cute.forward(q, k, v, **given)
 
 
+def _bind_deterministic(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
+    import flash_cute
+
+    return lambda: flash_cute.forward(q, k, v, is_causal=case.causal, deterministic=True)
+
+
+def _deterministic_why_not(case: Case, device: torch.device) -> str | None:
+    is_plain = not (case.documents or case.score or case.window >= 0)
+    return _flash_cute_why_not(case, device) if is_plain else "dense calls alone"
+
+
 def ends_of(case: Case, device: torch.device) -> torch.Tensor:
     """cu_seqlens of the documents; of a dense case, its entries of the batch."""
     lengths = case.documents or (case.q_len,) * case.batch
@@ -292,6 +303,10 @@ PROVIDERS = {
             "flash_cute", "flash_cute.forward", _bind_flash_cute, _flash_cute_why_not, is_ours=True
         ),
         tuned("arch=80", name="sm80"),
+        Provider(
+            "deterministic", "flash_cute.forward with deterministic=True", _bind_deterministic,
+            _deterministic_why_not, is_ours=True,
+        ),
         Provider("dense", "flash_cute.forward of equal lengths", _bind_dense, _dense_why_not),
         _sdpa("fa2", "torch SDPA, flash backend", SDPBackend.FLASH_ATTENTION, 256),
         _sdpa("cudnn", "torch SDPA, cuDNN backend", SDPBackend.CUDNN_ATTENTION, 256),

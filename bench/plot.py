@@ -18,6 +18,7 @@ from bench.tables import label, providers_of
 COLOURS = {
     "flash_cute": "#d55e00",
     "sm80": "#f0b799",
+    "deterministic": "#8c3b00",
     "fa2": "#0072b2",
     "cudnn": "#009e73",
     "efficient": "#cc79a7",

@@ -17,6 +17,7 @@ OWN = (OURS, "sm80")
 LABELS = {
     "fa2": "SDPA flash (FA2)",
     "sm80": "flash_cute, sm80 kernels",
+    "deterministic": "flash_cute, deterministic",
     "cudnn": "SDPA cuDNN",
     "efficient": "SDPA efficient",
     "math": "SDPA math",

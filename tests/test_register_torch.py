@@ -80,6 +80,19 @@ def check_same(results: Any, expected: Any) -> None:
         torch.testing.assert_close(x, right, rtol=0, atol=0)
 
 
+def test_register_without_an_argument_says_what_it_needs() -> None:
+    with pytest.raises(ValueError, match="torch=True, transformers=True, or both"):
+        flash_cute.register()
+
+
+def test_register_names_what_transformers_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "flash_cute.hooks.hf", raising=False)
+    monkeypatch.delattr(flash_cute.hooks, "hf", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    with pytest.raises(ImportError, match=r"transformers 5\.17"):
+        flash_cute.register(torch=True, transformers=True)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sdpa_on_the_cpu(calls: list[str], is_causal: bool) -> None:
     q, k, v = inputs(heads_kv=2)

@@ -18,16 +18,22 @@ def register(*, torch: bool = False, transformers: bool = False) -> None:
             `set_attn_implementation` leaves it as it is, of which transformers warns.
 
     Raises:
-        ImportError: transformers is not installed.
+        ValueError: neither is asked for.
+        ImportError: transformers is not installed, or too old.
     """
+    if not (torch or transformers):
+        raise ValueError("register needs torch=True, transformers=True, or both")
+    if transformers:
+        try:
+            from flash_cute.hooks import hf
+        except ImportError as error:
+            raise ImportError("register: transformers=True needs transformers 5.17+") from error
+
+        hf.register()
     if torch:
         from flash_cute.hooks import aten
 
         aten.register()
-    if transformers:
-        from flash_cute.hooks import hf
-
-        hf.register()
 
 
 def unregister(*, torch: bool = False, transformers: bool = False) -> None:

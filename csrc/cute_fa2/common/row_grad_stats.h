@@ -24,14 +24,16 @@ CUTE_DEVICE TwoRowGradStats* in_pairs(RowGradStats* stats) {
   return reinterpret_cast<TwoRowGradStats*>(stats);
 }
 
-// Those of a thread's rows, which lie an even number of rows behind its first. So one address gives
-// all, with constants.
+// Those of a thread's rows. They lie an even number of rows behind its first, or that is even. So
+// one address gives all, with constants.
 class StatsOfRows {
  public:
   CUTE_DEVICE StatsOfRows(const TwoRowGradStats* rows, int first)
       : first_(&rows[first >> 1].lse_log2[first & 1]) {}
-  CUTE_DEVICE RowGradStats operator()(int even) const {
-    return {first_[2 * even], first_[2 * even + 2]};
+  // Of the row that lies so many behind the first.
+  CUTE_DEVICE RowGradStats operator()(int behind) const {
+    const float* const lse_log2 = first_ + behind / 2 * 4 + behind % 2;
+    return {lse_log2[0], lse_log2[2]};
   }
 
  private:
