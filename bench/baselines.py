@@ -304,8 +304,11 @@ PROVIDERS = {
         ),
         tuned("arch=80", name="sm80"),
         Provider(
-            "deterministic", "flash_cute.forward with deterministic=True", _bind_deterministic,
-            _deterministic_why_not, is_ours=True,
+            "deterministic",
+            "flash_cute.forward with deterministic=True",
+            _bind_deterministic,
+            _deterministic_why_not,
+            is_ours=True,
         ),
         Provider("dense", "flash_cute.forward of equal lengths", _bind_dense, _dense_why_not),
         _sdpa("fa2", "torch SDPA, flash backend", SDPBackend.FLASH_ATTENTION, 256),
