@@ -81,9 +81,12 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
   const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
                                : are_few                ? heads
                                                         : in_l2;
+  // A head of packed sequences is one of each of them.
+  const int64_t packed_side_by_side =
+      plan.arch == Arch::kSm90 ? std::min<int64_t>(in_l2, 16 / params.batch) : in_l2;
   const int head_group = params.is_full() ? 1
                          : params.is_packed()
-                             ? packed_head_group(heads, in_l2)
+                             ? packed_head_group(heads, packed_side_by_side)
                              : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   // sm90 goes through the first group last. So that its short tiles fill the gaps at the end, it
   // has 32 heads or more, if L2 has room for them.

@@ -135,14 +135,17 @@ class BwdMainloop {
       int batch_head, m_block, batch, head;
       arguments_.m_blocks(batch_head, m_block, index);
       arguments_.heads_q(batch, head, batch_head);
+      SequenceBlock of_sequence;
+      if constexpr (has_sequences(kMask)) of_sequence = params_.row_blocks.in_place[m_block];
+      typename WarpgroupSums::Rows<Traits::kHeadDim> sums;  // in flight while that is looked at
+      WarpgroupSums::load_rows<Traits::kHeadDim>(params_.workspace.dq + int64_t{index} * kSize,
+                                                 sums);
       if constexpr (has_sequences(kMask)) {
-        const SequenceBlock of_sequence = params_.row_blocks.in_place[m_block];
         batch = of_sequence.batch;
         m_block = of_sequence.block;
       }
       WarpgroupSums::store_rounded<Element, Traits::kHeadDim>(
-          params_.workspace.dq + int64_t{index} * kSize,
-          place_of_dq(Sequence::of<kMask>(params_, batch), batch, head), m_block * kBlockM,
+          sums, place_of_dq(Sequence::of<kMask>(params_, batch), batch, head), m_block * kBlockM,
           params_.scale.scale);
       index = next;
     }

@@ -2,6 +2,8 @@
 // dO to the consumers, and the consumers hand dS to the one that computes dQ.
 #pragma once
 
+#include <type_traits>
+
 #include "sm90/bwd/arguments.h"
 #include "sm90/hopper.h"
 #include "sm90/pipeline_state.h"
@@ -21,7 +23,8 @@ struct BwdPipeline {
     uint32_t kv_parity = 0;
     uint32_t dq_parity = 0;                // of this consumer's parts
     PipelineState<Traits::kLists> list{};  // of blocks to make dQ of
-    bool has_list = false;                 // of the tile before
+    // Of the tile before. Where scores change ptxas spills a bool at 64, an int at 128.
+    std::conditional_t<Traits::kHeadDim == 64, int, bool> has_list = false;
   };
 
   static CUTE_DEVICE void init_barriers(SharedMemory& smem, DqBy dq_by) {

@@ -60,28 +60,34 @@ class WarpgroupSums {
       for (int j = 0; j < 4; ++j) accumulator(i + j) += four(j);
     });
   }
-  // Sums of a warpgroup's 64 rows as elements, rounded, from row `row0` of the place on. A lane has
-  // eight columns of two rows: they lie in one piece.
-  template <class Element, int kColumns>
-  static CUTE_DEVICE void store_rounded(const float* part, const GradientPlace& place, int row0,
-                                        float factor) {
-    using namespace cute;
-    constexpr int kWarpRows = 16;
+  // A lane's share of the sums of a warpgroup's 64 rows: eight columns of two rows, which lie in
+  // one piece, and so on. (column, row, 4, ..)
+  template <int kColumns>
+  using Rows = decltype(cute::make_tensor<float>(
+      cute::Shape<cute::_2, cute::_2, cute::_4, cute::Int<kColumns / 32>>{}));
+  template <int kColumns>
+  static CUTE_DEVICE void load_rows(const float* part, Rows<kColumns>& sums) {
     const int thread = hopper::thread_in_warpgroup_here();  // without a shuffle, which takes long
     const int warp = thread / 32, lane = thread % 32;
     const float* const of_lane = part + warp * kWarpRows * kColumns + lane % 8 * 16;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(sums); i += 4) {
+      const int column = i / 16 * 32 + lane / 8 * 8;
+      cute::copy(Copy{}, at(of_lane + column * kWarpRows + i % 16),
+                 cute::make_tensor(sums.data() + i, cute::Shape<cute::_4>{}));
+    }
+  }
+  // Those as elements, rounded, from row `row0` of the place on.
+  template <class Element, int kColumns>
+  static CUTE_DEVICE void store_rounded(const Rows<kColumns>& sums, const GradientPlace& place,
+                                        int row0, float factor) {
+    using namespace cute;
+    const int thread = hopper::thread_in_warpgroup_here();
+    const int warp = thread / 32, lane = thread % 32;
     const int row = row0 + warp * kWarpRows + lane % 8;
     const TensorView<void*>& view = place.view;
     Element* const to = static_cast<Element*>(view.data) + place.batch * view.stride_batch +
                         place.head * view.stride_head + (place.first + row) * view.stride_row;
-    auto sums =
-        make_tensor<float>(Shape<_2, _2, _4, Int<kColumns / 32>>{});  // (column, row, 4, ..)
-    CUTE_UNROLL
-    for (int i = 0; i < size(sums); i += 4) {
-      const int column = i / 16 * 32 + lane / 8 * 8;
-      copy(Copy{}, at(of_lane + column * kWarpRows + i % 16),
-           make_tensor(sums.data() + i, Shape<_4>{}));
-    }
     CUTE_UNROLL
     for (int strip = 0; strip < kColumns / 32; ++strip) {
       const int column = strip * 32 + lane / 8 * 8;
@@ -101,6 +107,8 @@ class WarpgroupSums {
   }
 
  private:
+  static constexpr int kWarpRows = 16;
+
   // `kShuffles`: finds the warp by a shuffle. That takes long, but fewer registers.
   template <bool kShuffles = false, class Accumulator, class F>
   static CUTE_DEVICE void for_each_four(const Accumulator& accumulator, F&& f) {
