@@ -83,6 +83,7 @@ def check_same(results: Any, expected: Any) -> None:
 def test_register_without_an_argument_says_what_it_needs() -> None:
     with pytest.raises(ValueError, match="torch=True, transformers=True, or both"):
         flash_cute.register()
+    flash_cute.register(torch=False)  # as a program's own flag may be
 
 
 def test_register_names_what_transformers_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def register(*, torch: bool = False, transformers: bool = False) -> None:
+def register(*, torch: bool | None = None, transformers: bool | None = None) -> None:
     """Puts flash_cute behind the attention of other libraries, until `unregister`.
 
     Args:
@@ -18,10 +18,10 @@ def register(*, torch: bool = False, transformers: bool = False) -> None:
             `set_attn_implementation` leaves it as it is, of which transformers warns.
 
     Raises:
-        ValueError: neither is asked for.
+        ValueError: neither is given.
         ImportError: transformers is not installed, or too old.
     """
-    if not (torch or transformers):
+    if torch is None and transformers is None:
         raise ValueError("register needs torch=True, transformers=True, or both")
     if transformers:
         try:
