@@ -208,8 +208,7 @@ SECTIONS = (
     Section(
         "Training a GPT",
         "`python -m examples.train_gpt`, 2000 steps of 32 x 1024 bytes, runs of the same seed. "
-        "Losses in nats a byte. Pictures are of the first run. The H200's three ran at once, on "
-        "one GPU: their rates do not count.",
+        "Losses in nats a byte. Pictures are of the first run.",
         ("train_gpt", "train_gpt_h200"),
         tables.training,
     ),
