@@ -83,7 +83,7 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
                                                         : in_l2;
   // A head of packed sequences is one of each of them.
   const int64_t packed_side_by_side =
-      plan.arch == Arch::kSm90 ? std::min<int64_t>(in_l2, 16 / params.batch) : in_l2;
+      plan.arch == Arch::kSm90 ? std::min<int64_t>(in_l2, 16 / std::max(params.batch, 1)) : in_l2;
   const int head_group = params.is_full() ? 1
                          : params.is_packed()
                              ? packed_head_group(heads, packed_side_by_side)
