@@ -85,6 +85,7 @@ REFUSED = {
     "in; put_pair; out": RACE,
     "in; put; arrive_named 1 64; get 32; out": f"{RACE}|{UNWRITTEN}",
     INIT_ALL + "in; put; arrive; wait 1; get 32; out": f"{RACE}|{UNWRITTEN}",
+    INIT_1 + "ask 1; wait_if_not 0": "for over, which is under way",
     # Memory.
     "get; out": UNWRITTEN,
     "get_beyond; out": "beyond the CTA's",
