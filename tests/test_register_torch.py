@@ -3,6 +3,7 @@ on the CPU's key, where no kernel of PyTorch's is, in front of stand-ins."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import os
 import subprocess
@@ -86,12 +87,28 @@ def test_register_without_an_argument_says_what_it_needs() -> None:
     flash_cute.register(torch=False)  # as a program's own flag may be
 
 
-def test_register_names_what_transformers_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "flash_cute.hooks.hf", raising=False)
-    monkeypatch.delattr(flash_cute.hooks, "hf", raising=False)
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
-    with pytest.raises(ImportError, match=r"transformers 5\.17"):
+@pytest.mark.parametrize("version", [None, "4.57.1", "5.0rc1"])
+def test_register_names_what_transformers_it_needs(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version_of(package: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    with pytest.raises(ImportError, match=rf"5\.17 or newer; {version or 'it is not'}"):
         flash_cute.register(torch=True, transformers=True)
+    assert not aten._libraries
+
+
+def test_unregister_takes_back_what_is_asked_for() -> None:
+    aten.register("CPU")
+    flash_cute.unregister(torch=False)
+    flash_cute.unregister(transformers=True)
+    assert aten._libraries
+    flash_cute.unregister()
+    assert not aten._libraries
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import sys
+from types import ModuleType
 
 
 def register(*, torch: bool | None = None, transformers: bool | None = None) -> None:
@@ -19,31 +22,42 @@ def register(*, torch: bool | None = None, transformers: bool | None = None) -> 
 
     Raises:
         ValueError: neither is given.
-        ImportError: transformers is not installed, or too old.
+        ImportError: transformers is not installed, or too old. Nothing is registered then.
     """
     if torch is None and transformers is None:
         raise ValueError("register needs torch=True, transformers=True, or both")
+    asked: list[ModuleType] = []
     if transformers:
-        try:
-            from flash_cute.hooks import hf
-        except ImportError as error:
-            raise ImportError("register: transformers=True needs transformers 5.17+") from error
+        _check_transformers()
+        from flash_cute.hooks import hf
 
-        hf.register()
+        asked.append(hf)
     if torch:
         from flash_cute.hooks import aten
 
-        aten.register()
+        asked.append(aten)
+    for hook in asked:
+        hook.register()
 
 
-def unregister(*, torch: bool = False, transformers: bool = False) -> None:
-    """Takes back what `register` did; without arguments all of it."""
-    everything = not (torch or transformers)
-    if torch or everything:
-        from flash_cute.hooks import aten
+def unregister(*, torch: bool | None = None, transformers: bool | None = None) -> None:
+    """Takes back what `register` did; without arguments all of it.
 
-        aten.unregister()
-    if transformers or everything:
-        hf = sys.modules.get("flash_cute.hooks.hf")
-        if hf is not None:
-            hf.unregister()
+    Set another attention first for a model that has "cute_fa".
+    """
+    everything = torch is None and transformers is None
+    for asked, name in ((torch, "aten"), (transformers, "hf")):
+        hook = sys.modules.get(f"flash_cute.hooks.{name}")
+        if hook is not None and (asked or everything):
+            hook.unregister()
+
+
+def _check_transformers() -> None:
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    # From 5.5 on it calls masks as `hf` has them.
+    if not version or [int(x) for x in re.findall(r"\d+", version)[:2]] < [5, 5]:
+        has = f"{version} is installed" if version else "it is not installed"
+        raise ImportError(f"register: transformers=True needs transformers 5.17 or newer; {has}")
