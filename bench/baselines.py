@@ -9,6 +9,7 @@ backward.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
@@ -74,11 +75,13 @@ def _flash_cute_why_not(case: Case, device: torch.device) -> str | None:
 
 def _bind_flash_cute(
     case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, deterministic: bool = False,
 ) -> Call:  # fmt: skip
     import flash_cute
 
     given: dict[str, Any] = {"is_causal": case.causal, **case.changes(q.device)}
+    if deterministic:
+        given["deterministic"] = True
     if bias is not None:
         given["bias"] = bias
     if case.window >= 0:
@@ -87,17 +90,6 @@ def _bind_flash_cute(
         ends = ends_of(case, q.device)
         return lambda: flash_cute.forward_varlen(q, k, v, ends, **given)
     return lambda: flash_cute.forward(q, k, v, **given)
-
-
-def _bind_deterministic(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
-    import flash_cute
-
-    return lambda: flash_cute.forward(q, k, v, is_causal=case.causal, deterministic=True)
-
-
-def _deterministic_why_not(case: Case, device: torch.device) -> str | None:
-    is_plain = not (case.documents or case.score or case.window >= 0)
-    return _flash_cute_why_not(case, device) if is_plain else "dense calls alone"
 
 
 def ends_of(case: Case, device: torch.device) -> torch.Tensor:
@@ -306,8 +298,8 @@ PROVIDERS = {
         Provider(
             "deterministic",
             "flash_cute.forward with deterministic=True",
-            _bind_deterministic,
-            _deterministic_why_not,
+            functools.partial(_bind_flash_cute, deterministic=True),
+            _flash_cute_why_not,
             is_ours=True,
         ),
         Provider("dense", "flash_cute.forward of equal lengths", _bind_dense, _dense_why_not),

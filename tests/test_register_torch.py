@@ -3,7 +3,6 @@ on the CPU's key, where no kernel of PyTorch's is, in front of stand-ins."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import os
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,12 +91,8 @@ def test_register_without_an_argument_says_what_it_needs() -> None:
 def test_register_names_what_transformers_it_needs(
     version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def version_of(package: str) -> str:
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return version
-
-    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    installed = version and SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "transformers", installed)
     with pytest.raises(ImportError, match=rf"5\.17 or newer; {version or 'it is not'}"):
         flash_cute.register(torch=True, transformers=True)
     assert not aten._libraries

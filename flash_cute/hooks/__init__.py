@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import sys
 from types import ModuleType
@@ -53,11 +52,14 @@ def unregister(*, torch: bool | None = None, transformers: bool | None = None) -
 
 
 def _check_transformers() -> None:
+    needed = "register: transformers=True needs transformers 5.17 or newer"
     try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        version = ""
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ImportError(f"{needed}; it is not installed") from error
+    version = transformers.__version__
     # From 5.5 on it calls masks as `hf` has them.
-    if not version or [int(x) for x in re.findall(r"\d+", version)[:2]] < [5, 5]:
-        has = f"{version} is installed" if version else "it is not installed"
-        raise ImportError(f"register: transformers=True needs transformers 5.17 or newer; {has}")
+    if [int(x) for x in re.findall(r"\d+", version)[:2]] < [5, 5]:
+        raise ImportError(f"{needed}; {version} is installed")

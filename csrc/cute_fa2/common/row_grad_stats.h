@@ -24,8 +24,8 @@ CUTE_DEVICE TwoRowGradStats* in_pairs(RowGradStats* stats) {
   return reinterpret_cast<TwoRowGradStats*>(stats);
 }
 
-// Those of a thread's rows. They lie an even number of rows behind its first, or that is even. So
-// one address gives all, with constants.
+// Those of a thread's rows. Each lies an even number of rows behind the first, or the first is
+// even. So one address gives all, with constants.
 class StatsOfRows {
  public:
   CUTE_DEVICE StatsOfRows(const TwoRowGradStats* rows, int first)

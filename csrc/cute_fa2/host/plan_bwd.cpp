@@ -81,7 +81,7 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
   const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
                                : are_few                ? heads
                                                         : in_l2;
-  // A head of packed sequences is one of each of them. 16: notes/packed.md.
+  // A head of packed sequences is a head of each. At most 16 of those (notes/packed.md).
   const int64_t packed_side_by_side =
       plan.arch == Arch::kSm90 ? std::min<int64_t>(in_l2, 16 / std::max(params.batch, 1)) : in_l2;
   const int head_group = params.is_full() ? 1

@@ -108,7 +108,7 @@ class DkvMainloop {
         hopper::arrive_of_warp(smem_.q_empty[stage_.stage], /*after_accesses=*/true);
       } else {
         hopper::arrive_of_warp(smem_.dout_empty[stage_.stage]);
-        // P's wait first: then Q has arrived, as P is made of it.
+        // It waits for P, and for the statistics, which came with Q.
         to_score_gradients(tSrS);
       }
       if constexpr (kIsDv) {
@@ -200,7 +200,7 @@ class DkvMainloop {
     using namespace cute;
     auto tSrP = make_tensor<float>(tSrDp.layout());
     hopper::Barrier& q_full = smem_.q_full[stage_.stage];
-    const bool has_q = q_full.is_over(stage_.parity);          // likely: P is made of Q
+    const bool has_q = q_full.is_over(stage_.parity);          // early: an answer takes long
     smem_.weights_full[weights_.stage].wait(weights_.parity);  // P is there
     q_full.wait(stage_.parity, has_q);                         // so are the statistics
     WarpgroupSums::load_from_shared(smem_.weights[weights_.stage], tSrP);
