@@ -145,6 +145,7 @@ def flash_attn_varlen_func(
     return results if return_attn_probs else results[0]
 
 
+@torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -289,13 +290,14 @@ def _flash_attn_forward(
         if out_ is not None:
             layouts.check_dims("(B, N, H, D)", out_=out_)
             options["out"] = out_.transpose(1, 2)
-        return *layouts.dense(q, k, v, options), None, None
+        return *layouts.dense(q, k, v, options, {"out": "out_"}), None, None
     options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if seqused_q is not None:
         options["seqused_q"] = seqused_q
     if out_ is not None:
         options["out"] = out_
-    return *layouts.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, options), None, None
+    names = {"out": "out_"}
+    return *layouts.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, options, names), None, None
 
 
 def _flash_attn_backward(

@@ -65,6 +65,13 @@ def check_shape(name: str, x: Any, shape: torch.Size) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be {tuple(shape)}")
 
 
+def check_integers(name: str, x: Any, others: str = "") -> None:
+    """Raises a TypeError if x is no tensor of integers. `others`: what else it may be."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        kind = checks.name_of(x.dtype) if isinstance(x, Tensor) else checks.shown(x)
+        raise TypeError(f"{name} is {kind}: it must be {others}an int32 or int64 tensor")
+
+
 def check_like(name: str, x: Tensor, wanted: Tensor) -> None:
     """Raises a TypeError or ValueError if x has not the shape, dtype and device of `wanted`."""
     if not isinstance(x, Tensor):
@@ -106,8 +113,9 @@ def options_of(
     if not _is_off(softcap):
         options["softcap"] = softcap
     if not _is_off(deterministic):
-        is_tensor = isinstance(deterministic, Tensor)  # refused by `forward`
-        options["deterministic"] = deterministic if is_tensor else bool(deterministic)
+        # What is no number is refused by `forward`.
+        is_number = isinstance(deterministic, numbers.Number)
+        options["deterministic"] = bool(deterministic) if is_number else deterministic
     options.update((name, x) for name, x in tensors.items() if x is not None)
     return options
 
@@ -115,6 +123,8 @@ def options_of(
 def _side(x: Any) -> Any:
     """A side of a window, -1 if it is open. Tensors of one element are numbers too, for these
     packages."""
+    if isinstance(x, bool):
+        return x  # refused by `forward`
     if isinstance(x, numbers.Integral) or (isinstance(x, Tensor) and x.numel() == 1):
         x = int(x)
     is_number = isinstance(x, (int, torch.SymInt))
@@ -168,7 +178,7 @@ def check(
 
 
 def _named(error: Exception, names: dict[str, str]) -> Exception:
-    text = re.sub(r"(shape \(\d+), (\d+), (\d+),", r"\1, \3, \2,", str(error))
+    text = re.sub(r"\((\w+), (\w+), (\w+), (\w+)\)", r"(\1, \3, \2, \4)", str(error))
     return type(error)(re.sub(r"\w+", lambda name: names.get(name[0], name[0]), text))
 
 
@@ -206,12 +216,35 @@ def backward(
     for hint in ("max_seqlen_q", "max_seqlen_k"):
         keywords.pop(hint, None)
     if cu_seqlens_q is None:
+        refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=options.get("seqused_q"))
         check_dims("(B, N, H, D)", dout=dout, q=q, k=k, v=v, out=out)
+        check_dims("(B, H, N)", softmax_lse=lse)
         dout, q, k, v, out = heads_first(dout, q, k, v, out)
-        return heads_first(*ops.bwd(dout, q, k, v, out, lse, **keywords)[:3])
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    keywords |= {"cu_seqlens_q": cu_seqlens_q.int(), "cu_seqlens_k": cu_seqlens_k.int()}
-    return list(ops.bwd(dout, q, k, v, out, lse, **keywords)[:3])
+    else:
+        check_dims("(T, H, D)", dout=dout, q=q, k=k, v=v, out=out)
+        check_dims("(H, T)", softmax_lse=lse)
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            check_integers(name, ends)
+            keywords[name] = ends.int()
+    try:
+        gradients = list(ops.bwd(dout, q, k, v, out, lse, **keywords)[:3])
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = _refused_forward(q, k, v, options, keywords)
+        if found is None and isinstance(error, RuntimeError):
+            raise
+        raise _named(found or error, {}) from None
+    return heads_first(*gradients) if cu_seqlens_q is None else gradients
+
+
+def _refused_forward(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], keywords: dict[str, Any]
+) -> Exception | None:
+    """What the forward of a backward's call would have raised: it names its arguments."""
+    function: Any = flash_cute.forward
+    if ends := {name: x for name, x in keywords.items() if name.startswith("cu_seqlens_")}:
+        function = flash_cute.forward_varlen
+    return interface.refusal(function, q, k, v, **options, **ends)
 
 
 def write(targets: Iterable[Tensor | None], gradients: Iterable[Tensor]) -> None:

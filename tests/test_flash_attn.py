@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -220,6 +221,12 @@ def test_cache(module: Any, device: str) -> None:
     short = module.flash_attn_with_kvcache(q, keys[:2], values[:2], cache_seqlens=9)
     expected = module.flash_attn_with_kvcache(q, keys[:2, :9], values[:2, :9])
     torch.testing.assert_close(short, expected, **tolerance)
+    with torch.enable_grad():  # steps of a loop make no graph
+        short = module.flash_attn_with_kvcache(
+            q, k_cache[:2], v_cache[:2], k_new, v_new, cache_seqlens=9
+        )
+    assert not short.requires_grad and k_cache.grad_fn is None
+    k_cache, v_cache = keys.clone(), values.clone()
     # What is wrong is refused before it writes.
     right = {"q": q, "k_cache": k_cache[:2], "v_cache": v_cache[:2], "k": k_new, "v": v_new}
     for wrong, match in (
@@ -317,6 +324,11 @@ def test_compiled_caches_are_written_once_all_is_checked(is_packed: bool) -> Non
         (fa3.flash_attn_with_kvcache, {"page_table": torch.ones(1, 1)}, "paged caches"),
         (fa2.flash_attn_with_kvcache, {"rotary_cos": torch.ones(1, 1)}, "rotate q and k before"),
         (fa3.flash_attn_with_kvcache, {"cu_seqlens_k_new": torch.ones(1)}, "cu_seqlens_k_new"),
+        (
+            functools.partial(fa3._flash_attn_backward, *torch.ones(2, 1, 8, 2, 16)),
+            {"softmax_lse": torch.ones(1, 2, 8), "cu_seqlens_k": torch.tensor([0, 4, 8]).int()},
+            "cu_seqlens_k is a tensor",
+        ),
     ],
 )
 def test_what_is_not_served_raises(
@@ -364,6 +376,15 @@ def test_what_is_not_served_raises(
             TypeError, "deterministic is a torch.Tensor .*: it must be True, False",
         ),
         (
+            fa2.flash_attn_func,
+            [*torch.ones(3, 1, 8, 2, 16), 0.0, None, False, (-1, -1), 0.0, None, "no"],
+            TypeError, r"deterministic is a str \('no'\): it must be True, False",
+        ),
+        (
+            fa2.flash_attn_func, [*torch.ones(3, 1, 8, 2, 16), 0.0, None, False, (True, False)],
+            TypeError, "window_size is a tuple .*: each side must be an int",
+        ),
+        (
             fa2.flash_attn_with_kvcache,
             [*torch.ones(3, 1, 8, 2, 16), None, None, None, None, 10**30],
             ValueError, r"cache_seqlens is 10+: it must be 0 to 8",
@@ -382,6 +403,38 @@ def test_what_is_not_served_raises(
             [*torch.ones(5, 1, 8, 2, 16), torch.ones(1, 2, 8), torch.ones(2, 8, 2, 16), None, None,
              0.0, None, False],
             ValueError, r"dq has shape \(2, 8, 2, 16\): it must be \(1, 8, 2, 16\)",
+        ),
+        (
+            fa2_private._flash_attn_backward,
+            [torch.ones(1, 3, 2, 16), *torch.ones(4, 1, 8, 2, 16), torch.ones(1, 2, 8), *[None] * 3,
+             0.0, None, False],
+            ValueError, r"dout has shape \(1, 3, 2, 16\): it must be \(1, 8, 2, 16\)",
+        ),
+        (
+            fa2_private._flash_attn_backward,
+            [*torch.ones(5, 1, 8, 2, 16), torch.ones(1, 2, 8), *[None] * 3, 0.0, "x", False],
+            TypeError, r"softmax_scale is a str \('x'\)",
+        ),
+        (
+            fa3._flash_attn_backward, [*torch.ones(5, 1, 8, 2, 16), None],
+            TypeError, "softmax_lse is a NoneType",
+        ),
+        (
+            fa2_private._flash_attn_varlen_backward,
+            [*torch.ones(5, 8, 2, 16), torch.ones(2, 8), *[None] * 3, None, None, 8, 8, 0.0, None,
+             False],
+            TypeError, "cu_seqlens_q is a NoneType",
+        ),
+        (
+            fa2_private._flash_attn_varlen_backward,
+            [*torch.ones(5, 8, 2, 16), torch.ones(2, 8), *[None] * 3, torch.ones(2), None, 8, 8,
+             0.0, None, False],
+            TypeError, "cu_seqlens_q is float32: it must be an int32 or int64 tensor",
+        ),
+        (
+            fa3._flash_attn_forward,
+            [*torch.ones(3, 2, 8, 2, 16), None, None, None, torch.ones(2, 2, 8, 16)],
+            ValueError, r"out_ has shape \(2, 2, 8, 16\): it must be \(2, 8, 2, 16\)",
         ),
     ],
 )  # fmt: skip

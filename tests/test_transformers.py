@@ -118,10 +118,10 @@ CALLS |= dict.fromkeys(["t5", "switch_transformers"], 0 if T.__version__.startsw
 ONLY_EAGER = (
     "gemma2", "gpt_oss", "pegasus_x", "nllb_moe", "switch_transformers", "markuplm", "layoutlm",
 )  # fmt: skip
-#: Models in which transformers itself packs nothing: they make their masks without positions.
-NEVER_PACKED = ("clip_text",)
+#: Models in which nothing is packed: neither their masks nor their layers know of positions.
+NEVER_PACKED = ("clip_text", "esm", "modernbert", "layoutlm", "markuplm")
 #: Here transformers forgets to tell the mask, and mixes documents. We do not.
-NEVER_TOLD = ("gpt_oss", "opt")
+NEVER_TOLD = ("gpt_oss", "opt")  # nor the mask of a model that is not causal
 MODES = ("plain", "padded left", "padded right", "packed")
 #: Where documents begin in packed tokens: (5, 7, 5).
 POSITIONS = torch.cat([torch.arange(5), torch.arange(7), torch.arange(5)])
@@ -203,7 +203,8 @@ def test_families(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None
         )  # fmt: skip
     out, gradients = run(model, *made)
     assert len(calls) == CALLS.get(name, 2)
-    if mode == "packed" and name in NEVER_TOLD:
+    is_packed = mode == "packed" and name not in NEVER_PACKED
+    if is_packed and (name in NEVER_TOLD or name in FULL):
         expected, expected_gradients = out, gradients
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert gradients.keys() == expected_gradients.keys()
@@ -211,12 +212,12 @@ def test_families(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None
     for parameter, dx in gradients.items():
         right = expected_gradients[parameter]
         torch.testing.assert_close(dx, right, rtol=0, atol=2e-5 * largest, msg=parameter)
-    if name in CAUSAL:
+    if name in CAUSAL or is_packed:
         other = make_inputs(model, mode, slice(6, 9))
         assert other is not None
         moved = (run(model, *other)[0] - out).abs().amax((0, 2))
-        assert moved[:6].max() < 1e-5 < 1e-3 < moved[6:12].min()
-        if mode == "packed" and name not in NEVER_PACKED:
+        assert moved[: 6 if name in CAUSAL else 5].max() < 1e-5 < 1e-3 < moved[6:12].min()
+        if is_packed:
             assert moved[12:].max() < 1e-5
 
 
@@ -285,10 +286,12 @@ def test_caches(name: str, device: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("has_lengths", [False, True])
-@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "gpt_oss", "llama, not causal", "gemma3, for embeddings"]
+)
 def test_packed_sequences_are_as_alone(name: str, has_lengths: bool) -> None:
     """By positions, or by cu_seq_lens_* as transformers' DataCollatorWithFlattening gives them."""
-    model = make_model(CAUSAL[name])
+    model = make_model(FAMILIES[name])
     ids = make_inputs(model)[0]["input_ids"][:1]  # type: ignore[index]
     alone = [model(ids[:, start:end])[0] for start, end in ((0, 5), (5, 12), (12, 17))]
     model.set_attn_implementation("cute_fa")

@@ -123,6 +123,7 @@ def _flash_attn_varlen_backward(
     """As `_flash_attn_backward`, of packed sequences."""
     refuse(dropout_p=dropout_p)
     check_head_dims(q, v)
+    layouts.check_integers("cu_seqlens_q", cu_seqlens_q)
     window = (window_size_left, window_size_right)
     options = layouts.options_of(
         causal, softmax_scale, window, softcap, deterministic, alibi_slopes=alibi_slopes

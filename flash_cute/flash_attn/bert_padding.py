@@ -50,7 +50,16 @@ def unpad_input(
     Returns:
         The rows that a mask names (T, ...); their indices among the B * N (int64); cu_seqlens (B +
         1,) int32; the longest sequence; the tokens of each sequence that are used (B,) int32.
+
+    Raises:
+        ValueError: attention_mask has another shape than (B, N).
     """
+    shapes = hidden_states.shape[:2], attention_mask.shape
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"attention_mask has shape {tuple(shapes[1])}: it must be {tuple(shapes[0])}, "
+            "(B, N) of hidden_states"
+        )
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()

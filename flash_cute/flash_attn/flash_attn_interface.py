@@ -201,6 +201,7 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -234,8 +235,8 @@ def flash_attn_with_kvcache(
         num_splits, rotary_interleaved: change nothing.
 
     Returns:
-        out (B, Nq, Hq, D), with return_softmax_lse also the log-sum-exp (B, Hq, Nq). Nothing waits
-        for the GPU.
+        out (B, Nq, Hq, D), with return_softmax_lse also the log-sum-exp (B, Hq, Nq). They have no
+        gradients, as in FlashAttention-2. Nothing waits for the GPU.
     """
     refuse(rotary_cos=rotary_cos, rotary_sin=rotary_sin, block_table=block_table)
     check_dims("(B, N, H, D)", q=q)
@@ -292,7 +293,7 @@ def append(
     rows = cache_batch_idx
     if rows is None:
         rows = torch.arange(k_cache.shape[0], device=k_cache.device)
-    _check_integers("cache_batch_idx", rows)
+    layouts.check_integers("cache_batch_idx", rows)
     if cache_batch_idx is not None:
         if rows.shape != (batch,):
             wanted = f"it must be {(batch,)}, one for each sequence of q"
@@ -308,7 +309,7 @@ def append(
         _check_values("cache_seqlens", int(used), k_cache.shape[1])
         used = torch.full(rows.shape, int(used), dtype=torch.int32, device=k_cache.device)
     if used is not None:
-        _check_integers("cache_seqlens", used)
+        layouts.check_integers("cache_seqlens", used, "an int, or ")
         if used.shape != rows.shape:
             shape = tuple(used.shape)
             raise ValueError(f"cache_seqlens has shape {shape}: it must be {tuple(rows.shape)}")
@@ -331,12 +332,6 @@ def append(
     return k_cache, v_cache, {} if used is None else {"seqused_k": used.int()}
 
 
-def _check_integers(name: str, x: object) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-        kind = checks.name_of(x.dtype) if isinstance(x, Tensor) else checks.shown(x)
-        raise TypeError(f"{name} is {kind}: it must be an int32 or int64 tensor")
-
-
 def _check_values(name: str, x: int | Tensor | None, most: int) -> None:
     """Raises a ValueError if a number is not within 0 to `most`. Tensors on a GPU are looked at
     with FLASH_CUTE_CHECK=1."""
@@ -357,8 +352,6 @@ def _check_new(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: in
     for name, cache in (("v_cache", v_cache), ("k_cache", k_cache)):
         if (error := refusal_of_memory(name, cache, inputs)) is not None:
             raise error
-        if cache.requires_grad and cache.is_leaf and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient: it must not, as it is written")
         inputs[name] = cache
     if k.shape[:2] != v.shape[:2] or k.shape[0] != batch:
         shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"

@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import flash_cute
-from flash_cute import checks
+from flash_cute import checks, layouts
 
 NAME = "cute_fa"  # with "flash" in it, transformers takes a name for a kernel to download
 
@@ -330,7 +330,12 @@ def attention(
     }  # fmt: skip
     positions = others.get("position_ids")
     if isinstance(attention_mask, Mask) and isinstance(positions, Tensor):
-        seen = _packed_by(attention_mask, positions, query.shape[0])
+        config = getattr(module, "config", None)
+        crosses = any(
+            getattr(config, x, False) for x in ("is_encoder_decoder", "add_cross_attention")
+        )
+        if seen.is_causal or not crosses:  # else the keys may be other tokens
+            seen = _packed_by(attention_mask, positions, query.shape[0])
     packed = _packed_lengths(seen, query, (cu_seq_lens_q, cu_seq_lens_k), options)
     if packed is None:
         out = _dense(seen, query, key, value, options).transpose(1, 2)
@@ -388,7 +393,7 @@ def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
     Some models, gpt-oss among them, do not tell their mask. Waits for the GPU once per forward;
     compiled layers do not look."""
     seen = mask.seen
-    is_plain = seen.is_causal and seen.cu_seqlens is None and seen.starts is None
+    is_plain = seen.cu_seqlens is None and seen.starts is None and seen.ends is None
     if not is_plain or seen.lengths[0] == 1 or torch.compiler.is_compiling():
         return seen
     if mask.packed_by is None or mask.packed_by[0] is not positions:
@@ -431,6 +436,8 @@ def _packed_lengths(
         begins_q, begins_k = given
         if begins_q is None or begins_k is None:
             refuse("one of cu_seq_lens_q and cu_seq_lens_k without the other", seen.model)
+        for name, x in (("cu_seq_lens_q", begins_q), ("cu_seq_lens_k", begins_k)):
+            layouts.check_integers(name, x)
         is_plain = not isinstance(seen.visible, Tensor) and seen.visible == seen.lengths[1]
         if not is_plain or seen.starts is not None or seen.ends is not None:
             refuse("cu_seq_lens_q with padding or a static cache", seen.model)
