@@ -13,6 +13,9 @@ and `flash_cute.flash_attn_interface` have the functions of FlashAttention-2 and
 flash_cute` shows what serves this machine and checks it against the formula.
 """
 
+import importlib
+from typing import Any
+
 from flash_cute import reference
 from flash_cute.hooks import register, unregister
 from flash_cute.interface import forward, forward_varlen
@@ -28,3 +31,10 @@ __all__ = [
     "register",
     "unregister",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The modules with FlashAttention's functions, imported when they are asked for."""
+    if name in ("flash_attn", "flash_attn_interface"):
+        return importlib.import_module(f"flash_cute.{name}")
+    raise AttributeError(f"module 'flash_cute' has no attribute {name!r}")

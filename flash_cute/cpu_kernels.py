@@ -218,6 +218,12 @@ def _norms(x: Tensor) -> Tensor:
     return norms
 
 
+def _sizes(x: Tensor) -> Tensor:
+    """Sums of absolute values, of rows: (...)."""
+    sizes: Tensor = torch.linalg.vector_norm(x, 1, dim=-1)
+    return sizes
+
+
 def backward(
     dq: Tensor,
     dk: Tensor,
@@ -273,7 +279,8 @@ def backward(
         # P = e^(scores - LSE), delta = rowsum(dO * O) - dLSE. But the LSE and O come rounded. They
         # may be those of more keys than are here, as in ring attention; if not, the sums over these
         # keys are more exact: that of the weights, and rowsum(P * dP) for rowsum(dO * O). Both LSEs
-        # may differ by the rounding of the scores, which grows with the norms of q and k.
+        # may differ by the rounding of the scores, which grows with the norms of q and k. Both
+        # deltas differ by as much, and by the rounding of O.
         lse = take(softmax_lse, rows)
         row_max = scores.amax(-1) if keys.stop > keys.start else torch.full_like(lse, -math.inf)
         no_key = row_max == -math.inf
@@ -285,12 +292,16 @@ def backward(
         row_sum = weights.sum(-1)
         if sink is not None:
             row_sum += (sink_rows - row_max).exp_()
-        rounding = 1e-6 + 1e-6 * lse.abs() + 4 * torch.finfo(dtype).eps * _norms(q_rows) * norm_k
+        rounding = 1e-6 + 2.5e-7 * lse.abs() + 4 * torch.finfo(dtype).eps * _norms(q_rows) * norm_k
+        dweights = dout_rows @ v_seen.mT
+        terms, own_terms = dout_rows * take(out, rows), weights * dweights
+        delta, own_delta = terms.sum(-1), own_terms.sum(-1) / row_sum
+        of_out = torch.finfo(out.dtype).eps * _sizes(terms)
+        of_scores = 4 * rounding * _sizes(own_terms) / row_sum
         is_own = (row_max + row_sum.log() - lse).abs() <= rounding
+        is_own &= ~((own_delta - delta).abs() > of_out + of_scores)
         factor = torch.where(is_own, 1 / row_sum, (row_max - lse).exp()).masked_fill_(no_key, 0)
         weights.mul_(factor[..., None])
-        dweights = dout_rows @ v_seen.mT
-        own_delta, delta = (weights * dweights).sum(-1), (dout_rows * take(out, rows)).sum(-1)
         delta = torch.where(is_own, own_delta, delta) - take(dlse, rows)
         if sink is not None and dsink is not None:
             weight = torch.where(

@@ -425,6 +425,7 @@ def _refusal(
     )
     if error is not None or _is_dynamo_compiling() or not options.looks_at_values():
         return error
-    if not options.have_values(q, *tensors.values()):
+    lengths = (x for x in tensors.values() if x is not None and not x.is_floating_point())
+    if not options.have_values(*lengths):
         return None
     return options.refusal_of_values(q, k, tensors)

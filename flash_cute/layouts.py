@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flash_cute
 from flash_cute import checks, interface, ops
+from flash_cute.transforms import autocast
 
 Window = tuple[int | None, int | None]
 
@@ -210,9 +211,13 @@ def backward(
     """(dq, dk, dv) of `dense`, with cu_seqlens_* of `packed`. `out` and `lse` may be of more keys
     than k has, as in ring attention."""
     keywords = dict(options)
-    window = keywords.pop("window_size", (-1, -1))
+    window = [
+        min(side, checks.MAX_LENGTH) if isinstance(side, int) else side
+        for side in keywords.pop("window_size", (-1, -1))
+    ]
     keywords["window_left"] = window[0]
     keywords["window_right"] = 0 if keywords.pop("is_causal") else window[1]
+    dout, q, k, v = (autocast(x) for x in (dout, q, k, v))
     for hint in ("max_seqlen_q", "max_seqlen_k"):
         keywords.pop(hint, None)
     if cu_seqlens_q is None:

@@ -194,17 +194,17 @@ def refusal_of_out(
 
 
 def _is_same(q: Tensor, out: Tensor) -> bool:
-    return out is q or (have_values(q, out) and out.is_set_to(q))
+    return out is q or (_have_memory(q, out) and out.is_set_to(q))
 
 
 def refusal_of_memory(name: str, x: Tensor, inputs: dict[str, Any]) -> Exception | None:
     """As `checks.refusal`, of an x that is written, if its elements share memory with each other or
     those of `inputs`. Of compiled code it sees whether x is expanded."""
-    has_memory = have_values(x)
+    has_memory = _have_memory(x)
     if memory.overlaps_itself(x) if has_memory else memory.is_expanded(x):
         return ValueError(f"{name} has strides {tuple(x.stride())}: its elements must not overlap")
     for other_name, other in inputs.items() if has_memory else ():
-        if other is not None and memory.overlap(x, other):
+        if other is not None and not _is_wrapped(other) and memory.overlap(x, other):
             return ValueError(
                 f"{name} shares memory with {other_name}: it must not, as it is written"
             )
@@ -218,12 +218,27 @@ def looks_at_values() -> bool:
 
 def have_values(*tensors: Tensor | None) -> bool:
     """Whether all tensors have values that Python may see: subclasses may have none, and so do meta
-    tensors, those that functorch wraps, and those of compiled code."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.maybe_current_level() is None
-        and all(x is None or (type(x) is Tensor and not x.is_meta) for x in tensors)
+    tensors, those of vmap, and those of compiled code."""
+    plain, functorch = (Tensor, torch.nn.Parameter), torch._C._functorch
+    return not torch.compiler.is_compiling() and all(
+        x is None
+        or (
+            type(x) in plain
+            and not x.is_meta
+            and not functorch.is_batchedtensor(x)
+            and not functorch.is_functionaltensor(x)
+        )
+        for x in tensors
     )
+
+
+def _have_memory(*tensors: Tensor) -> bool:
+    """Whether they also have memory of their own: what torch.func wraps has not."""
+    return have_values(*tensors) and not any(map(_is_wrapped, tensors))
+
+
+def _is_wrapped(x: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def refusal_of_values(q: Tensor, k: Tensor, tensors: dict[str, Tensor | None]) -> Exception | None:

@@ -285,6 +285,21 @@ def test_keys_in_turns_with_the_results_of_all(device, dtype):
     assert result.passed, str(result)
 
 
+@pytest.mark.parametrize("score, distance, factor", [(30, 10, 100), (1000, 7, 1), (0, 16, 1e7)])
+def test_keys_in_turns_where_the_others_count_little(score, distance, factor):
+    """But their values do. On the CPU: the LSE of some keys is nearly that of all."""
+    q, (v, dout) = torch.ones(1, 1, 4, 8), torch.randn(2, 1, 1, 6, 8)
+    k = torch.full((1, 1, 6, 8), score / 8)
+    k[:, :, 3:] -= distance / 8
+    v[:, :, 3:] *= factor
+    dout = dout[:, :, :4]
+    out, lse = flash_cute.forward(q, k, v, softmax_scale=1.0)
+    dk = ops.bwd(dout, q, k[:, :, :3], v[:, :, :3], out, lse, softmax_scale=1.0)[1]
+    expected = reference.attention_backward(dout, q, k, v, softmax_scale=1.0)[1]
+    error = (dk - expected[:, :, :3]).abs().max() / expected[:, :, :3].abs().max()
+    assert error < 1e-4
+
+
 def test_wrong_arguments_of_the_op():
     q, k, v = random_inputs(1, 2, 5, 8)
     out, lse = flash_cute.forward(q, k, v)

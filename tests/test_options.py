@@ -343,7 +343,7 @@ REFUSALS = {
         {"v": SHARED[:, :2], "out": SHARED[:, 1:5]}, ValueError, "out shares memory with v: .* not"
     ),
     "out on a bias": (
-        {"bias": SHARED[:, :4, :, :8], "out": SHARED[:, :4]}, ValueError,
+        {"bias": SHARED[:, :4, :, :8], "out": torch.nn.Parameter(SHARED[:, :4], False)}, ValueError,
         "out shares memory with bias",
     ),
     "out on rows of q": (
@@ -419,15 +419,23 @@ def test_values_are_checked_on_demand(device, monkeypatch, changes, message):
 
 
 def test_looking_at_values_that_are_not_there(monkeypatch):
-    """Of int64 the upper half counts; wrapped and meta tensors have none to look at."""
+    """Of int64 the upper half counts; batched and meta tensors have none to look at."""
     monkeypatch.setenv("FLASH_CUTE_CHECK", "1")
     q = torch.randn(2, 1, 4, 8)
+
+    def of(x, used, **more):
+        return flash_cute.forward(x, x, x, seqused_k=used, **more)[0]
+
     with pytest.raises(ValueError, match=r"seqused_k\[0\] is 2147483647: it must be 0 to 4"):
-        flash_cute.forward(q, q, q, seqused_k=torch.tensor([2**32 + 1, 2]))
-
-    def of(x, used):
-        return flash_cute.forward(x, x, x, seqused_k=used)[0]
-
+        of(q, torch.tensor([2**32 + 1, 2]))
+    wrong, sink = torch.tensor([5, 2]), torch.nn.Parameter(torch.zeros(1))
+    for call in (
+        lambda: of(q, wrong, learnable_sink=sink),
+        lambda: torch.func.grad(lambda x: of(x, wrong).sum())(q),
+        lambda: torch.vmap(lambda x: of(x, wrong))(q[None]),
+    ):
+        with pytest.raises(ValueError, match=r"seqused_k\[0\] is 5: it must be 0 to 4"):
+            call()
     used = torch.tensor([[3, 4], [1, 2]]).int()
     batched = torch.vmap(of, in_dims=(None, 0))(q, used)
     torch.testing.assert_close(batched, torch.stack([of(q, row) for row in used]))

@@ -17,7 +17,9 @@ and `forward_varlen`. All masks align to the bottom right corner. Options:
     block_table     must be None, else NotImplementedError
 
 With `return_attn_probs` the result is (out, softmax_lse, None): there are no probabilities in
-memory. softmax_lse is (B, Hq, Nq), packed (Hq, T), fp32.
+memory. softmax_lse is (B, Hq, Nq), packed (Hq, T), fp32. It is -inf for a row without keys, where
+FlashAttention-2 has inf. With ALiBi under a causal mask FlashAttention-2 adds to all scores of a
+row, and so to its softmax_lse, slope * (i + Nk - Nq); it is not added here.
 """
 
 from __future__ import annotations
