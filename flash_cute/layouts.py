@@ -1,5 +1,5 @@
 """`forward` and its kin in the layouts and with the options of the flash_attn packages. flash_attn/
-and flash_attn_interface.py have their functions, hooks/aten.py PyTorch's.
+and flash_attn_interface.py have their functions.
 
 Dense tensors are (B, N, H, D) here, packed ones (T, H, D). A log-sum-exp is (B, H, N), packed (H,
 T).
