@@ -329,13 +329,9 @@ def attention(
         "softcap": softcap, "learnable_sink": s_aux, "bias": bias,
     }  # fmt: skip
     positions = others.get("position_ids")
-    if isinstance(attention_mask, Mask) and isinstance(positions, Tensor):
-        config = getattr(module, "config", None)
-        crosses = any(
-            getattr(config, x, False) for x in ("is_encoder_decoder", "add_cross_attention")
-        )
-        if seen.is_causal or not crosses:  # else the keys may be other tokens
-            seen = _packed_by(attention_mask, positions, query.shape[0])
+    is_own = seen.is_causal or not _may_cross(module)  # its positions are those of the keys
+    if is_own and isinstance(attention_mask, Mask) and isinstance(positions, Tensor):
+        seen = _packed_by(attention_mask, positions, query.shape[0])
     packed = _packed_lengths(seen, query, (cu_seq_lens_q, cu_seq_lens_k), options)
     if packed is None:
         out = _dense(seen, query, key, value, options).transpose(1, 2)
@@ -386,6 +382,12 @@ def _bias_of(mask: Tensor, position_bias: Tensor | None, dtype: torch.dtype) -> 
     else:  # fp32 has all masks of 16 bits; bf16's least number is beyond fp16
         hidden = mask if mask.dtype == dtype else mask.float()
     return hidden if position_bias is None else position_bias + hidden
+
+
+def _may_cross(module: torch.nn.Module) -> bool:
+    """Whether a layer of the model may attend to other tokens than its own."""
+    config = getattr(module, "config", None)
+    return any(getattr(config, x, False) for x in ("is_encoder_decoder", "add_cross_attention"))
 
 
 def _packed_by(mask: Mask, positions: Tensor, batch: int) -> Seen:
