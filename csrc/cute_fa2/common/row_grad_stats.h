@@ -25,7 +25,8 @@ CUTE_DEVICE TwoRowGradStats* in_pairs(RowGradStats* stats) {
 }
 
 // Those of a thread's rows. Each lies an even number of rows behind the first, or the first is
-// even. So one address gives all, with constants.
+// even. So one address gives all, with constants: a pair of rows is 4 floats, and a row's delta
+// lies 2 behind its log-sum-exp.
 class StatsOfRows {
  public:
   CUTE_DEVICE StatsOfRows(const TwoRowGradStats* rows, int first)

@@ -9,7 +9,9 @@
 
 namespace flash_cute {
 
-// A tile's coordinates: `m_block` counts tiles of block_m rows, `head` tile heads (GqaLayout).
+// A tile's coordinates: `m_block` counts tiles of block_m rows, `head` tile heads (GqaLayout). In
+// the backward `m_block` counts tiles of block_n keys, `head` heads of K and V, `split` head
+// splits.
 struct TileCoord {
   int m_block;
   int head;

@@ -194,7 +194,7 @@ struct alignas(8) RowGradStats {
 struct alignas(16) DqAdders {
   int begun;    // how many have begun to add, or to store
   int stored;   // whether the first one's part is there
-  int counted;  // of `expected` that have added: counts from 1 - expected on
+  int counted;  // how many have added, less those that will, plus 1: 0 is the last one's number
   int next;     // list of the blocks that a consumer makes dQ of: the next one's index, or -1
 };
 // sm90: the queue of those blocks to which all have added (sm90/bwd/finished_blocks.h). Places of
@@ -210,14 +210,16 @@ struct DqFinished {
 // columns to the tile's head dim. dQ, dK and dV are sums in fp32, without the scale, in the order
 // of a tile's accumulators (smXX/bwd/: accumulator.h, sums.h).
 struct BwdWorkspace {
-  RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m); packed sequences: without the batch
+  RowGradStats* stats;  // (batch, heads_q, m_blocks, block_m); packed sequences: without the batch.
+                        // Two rows lie side by side (common/row_grad_stats.h)
   float* dq;            // (batch, heads_q, m_blocks, a tile); null where dQ is not a sum in memory
   float* dk;         // (head_splits, batch, heads_kv, n_blocks, a tile); null without head splits
   float* dv;         // likewise
   float* dbias;      // (bias_splits, elements of dbias) sums; null without splits
   DqAdders* adders;  // sm90: of each block of dq; (batch, heads_q, m_blocks)
   int* finished;     // sm90: DqFinished, of those to which all have added; else null
-  int* tickets;      // how many tiles have been taken, where CTAs take them in turn; else null
+  int* tickets;      // how many tiles have been taken, where CTAs take them in turn; on sm90 beyond
+                     // the first of each CTA; else null
   int* added;  // sm80: where dQ's sums are in order, how many key blocks have been added to each
                // block of dq, (batch, heads_q, m_blocks); else null
 };

@@ -41,7 +41,7 @@ struct BwdTensorMaps {
 };
 
 // Where dQ comes from. kTile: a tile of keys has all keys, and stores dQ. kSums: tiles of keys add
-// their parts in memory. kOwnKernel: tiles of query rows (sm90; sm80 above head dim 256).
+// their parts in memory. kOwnKernel: tiles of query rows (sm90; sm80/bwd/large/).
 enum class DqBy { kTile, kSums, kOwnKernel };
 
 struct BwdPlan {

@@ -100,6 +100,8 @@ struct PreprocessKernel {
     if (params.workspace.adders) {
       const int row0 = m_block * arguments.block_m;
       const int row_end = cute::min(row0 + arguments.block_m, sequence.len_q);
+      // How many tiles of keys add to this block: those whose QueryWalk has it
+      // (row_blocks_that_see). With more its dQ would never be made, with fewer too early.
       const auto tiles_that_add = [&](const auto& mask) {
         const BlockRange tiles = mask.visible_blocks(row0, row_end, arguments.block_n);
         return mask.begin(row0) < mask.end(row_end - 1) ? tiles.end - tiles.begin : 0;

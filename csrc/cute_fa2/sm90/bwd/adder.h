@@ -39,7 +39,7 @@ class DqAdder {
     const QueryWalk& walk = tile.walk;
     int list = FinishedBlocks::kNone;
     int kept = 0;
-    int turn = 0;
+    int turn = 0;  // the consumer that computes this block's dQ: BwdMainloop::dq_consumer_
     for (QueryBlock block = walk.first(); !walk.is_empty() && walk.has(block);
          block = walk.next(block)) {
       if (turn == consumer_) {
@@ -109,7 +109,7 @@ class DqAdder {
     platform::publish();
     if (is_first) platform::raise_flag(&adders.stored);
     if (platform::next_number(&adders.counted) != 0) return false;
-    platform::publish();  // it shows what others have added
+    platform::publish();  // this thread sees what others have added ahead of `counted`
     return true;
   }
 

@@ -21,7 +21,7 @@ struct BwdArguments {
   cutlass::FastDivmod m_blocks;  // of dQ's sums, from an index to coordinates
   cutlass::FastDivmod heads_q;
   cutlass::FastDivmod group_size;
-  int heads_of_split;
+  int heads_of_split;  // query heads of a group that one head split has
   int heads_kv;
   DqBy dq_by;
   int dq_share;  // how many blocks of dQ's sums there are for each consumer of a tile

@@ -1,4 +1,4 @@
-// The kernel that makes gradients of sums.
+// The kernel that adds up dK or dV of head splits, and rounds them.
 #pragma once
 
 #include <cutlass/fast_math.h>

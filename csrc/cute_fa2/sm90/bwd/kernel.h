@@ -48,8 +48,8 @@ struct BwdKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
       hopper::wait_for_kernel_before();  // the others wait for what this warpgroup brings
-      // Behind that wait, as DqKernel reads the statistics, but waits for this kernel alone. It
-      // fills the multiprocessors that this one leaves.
+      // DqKernel fills the multiprocessors that this one leaves. It reads the statistics without a
+      // wait. So it may begin only when the preprocess is over: behind the wait above.
       if (arguments.dq_by == DqBy::kOwnKernel) platform::let_next_begin();
       if (hopper::is_first_thread()) {
         BwdProducer<Traits, has_sequences(kMask)> producer(arguments, smem);

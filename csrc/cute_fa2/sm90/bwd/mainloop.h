@@ -96,11 +96,11 @@ class BwdMainloop {
       hopper::wgmma_wait<0>();  // dQ is complete
       add_dq(before, tdQrdQ);
     }
-    hopper::arrive_of_warp(smem_.kv_empty);
+    hopper::arrive_of_warp(smem_.kv_empty);  // done with K and V of this tile
   }
 
   // Behind the last block: this warp's share of where parts of dQ are staged, once the last one has
-  // been read.
+  // been read. Where none are staged (dq_by), the barrier is new, and nobody waits.
   CUTE_DEVICE Element* wait_for_staging() {
     smem_.dq_empty[consumer_].wait(state_.dq_parity ^ 1);
     constexpr int kSize = decltype(cute::size(typename Traits::ShapeQ{}))::value;
@@ -382,7 +382,9 @@ class BwdMainloop {
   int address_;  // of smem_.q, as SharedOperand counts
   State& state_;
   static constexpr int kNobody = -1;
-  int dq_consumer_ = kNobody;  // whose turn it is to compute dQ of the block before
+  // Whose turn it is to compute dQ of the block before: nobody's in a tile's first step, then that
+  // of consumers 0, 1, .. (DqAdder::run counts likewise).
+  int dq_consumer_ = kNobody;
 };
 
 }  // namespace flash_cute::sm90

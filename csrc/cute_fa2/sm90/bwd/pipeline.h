@@ -1,5 +1,6 @@
 // The pipelines of shared-memory stages: through them the backward's producer hands blocks of Q and
-// dO to the consumers, and the consumers hand dS to the one that computes dQ.
+// dO to the consumers, the consumers hand dS to the one that computes dQ, that one hands its part
+// of dQ to its adder, and the adder hands lists of finished blocks back.
 #pragma once
 
 #include <type_traits>
@@ -39,6 +40,7 @@ struct BwdPipeline {
       smem.q_full[stage].init(1);
       smem.dout_full[stage].init(1);
       // Empty: all warps of all consumers are done with the stage; the producer may fill it again.
+      // Lanes read the statistics, which come and go with Q: for racecheck they all arrive there.
       smem.q_empty[stage].init(hopper::kArrivalsOfWarp * kWarps);
       smem.dout_empty[stage].init(kWarps);
     }
@@ -49,7 +51,9 @@ struct BwdPipeline {
       smem.ds_empty[stage].init(hopper::kWarpgroup / 32);
     }
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
-      // A part of dQ is there; it has been read. A list is there; all warps are done with it.
+      // Full, by the consumer's warps: a part of dQ is there, visible to TMA. Empty, by its adder:
+      // the bulk copy has read it. The other way round: the adder has a list, and its blocks' sums
+      // are visible; the consumer's warps have read where it begins.
       smem.dq_full[consumer].init(hopper::kArrivalsOfWarp * hopper::kWarpgroup / 32);
       smem.dq_empty[consumer].init(1);
       for (int list = 0; list < Traits::kLists; ++list) {

@@ -1,5 +1,6 @@
-// A producer is one thread. For each tile it has TMA bring K and V, ahead of the consumers. Block
-// after block of Q, dO and the rows' statistics follow.
+// A producer is one thread. Of each tile it first has TMA bring the first block of Q, dO and the
+// rows' statistics, for which a free stage is enough. K and V follow once all consumers are done
+// with the tile before, then the other blocks.
 #pragma once
 
 #include <cute/config.hpp>

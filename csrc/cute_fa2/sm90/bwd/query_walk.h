@@ -45,7 +45,7 @@ class QueryWalk {
   BlockRange rows_;
 };
 
-// A block's index (BwdArguments::first_index).
+// A block's index (BwdArguments::PlacedTile::first_index).
 CUTE_DEVICE int index_of(const BwdParams& params, int first_index, QueryBlock block) {
   return first_index + block.head * params.m_blocks + block.m_block;
 }

@@ -60,8 +60,10 @@ class WarpgroupSums {
       for (int j = 0; j < 4; ++j) accumulator(i + j) += four(j);
     });
   }
-  // A lane's share of the sums of a warpgroup's 64 rows: eight columns of two rows, which lie in
-  // one piece, and so on. (column, row, 4, ..)
+  // A lane's share of the sums of a warp's 16 rows. 8 columns of rows r and r + 8 are 16 floats in
+  // one piece: 2 columns of 2 rows of each lane of a quad. So lane l takes rows l % 8 and l % 8 +
+  // 8, and of each 32 columns the 8 from l / 8 * 8 on. (2 columns, 2 rows, 4 lanes of a quad,
+  // kColumns / 32)
   template <int kColumns>
   using Rows = decltype(cute::make_tensor<float>(
       cute::Shape<cute::_2, cute::_2, cute::_4, cute::Int<kColumns / 32>>{}));

@@ -20,7 +20,7 @@ struct KeyTile {
   TileCoord at;
   QueryWalk walk;
   Sequence sequence;
-  int first_index;  // of its blocks of rows (BwdArguments)
+  int first_index;  // of its blocks of rows (BwdArguments::PlacedTile)
 
   // Here, but for what the parameters tell.
   template <MaskKind kMask>

@@ -37,24 +37,24 @@ struct DkvKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
       hopper::wait_for_kernel_before();  // the others wait for what this warpgroup brings
-      // Behind that wait, as DqKernel reads the statistics, but waits for this kernel alone. It
-      // fills the multiprocessors that this one leaves.
+      // DqKernel fills the multiprocessors that this one leaves. It reads the statistics without a
+      // wait. So it may begin only when the preprocess is over: behind the wait above.
       platform::let_next_begin();
       constexpr bool kIsPacked = has_sequences(kMask);
       if (hopper::is_first_thread()) {
         BwdProducer<Traits, kIsPacked, Loads::kKAndQ> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
             arguments, [&](const KeyTile& tile) { producer.run(tile); });
-      } else if (hopper::thread_in_warpgroup() == 32) {
+      } else if (hopper::thread_in_warpgroup() == 32) {  // the first lane of the second warp
         BwdProducer<Traits, kIsPacked, Loads::kVAndDout> producer(arguments, smem);
         smem.queue.template take<true>([&](const KeyTile& tile) { producer.run(tile); });
       }
     } else {
       hopper::register_alloc<kRoles.consumer_registers()>();
       if (warpgroup == 1) {
-        compute<true>(arguments, smem);
+        compute</*kIsDv=*/true>(arguments, smem);
       } else {
-        compute<false>(arguments, smem);
+        compute</*kIsDv=*/false>(arguments, smem);
       }
     }
   }

@@ -97,7 +97,7 @@ class DkvMainloop {
           scores_.change(batch_, block.head, block.m_block * kBlockM, tSrS, derivatives);
           scores_.to_weights(scores_.lse_of_rows(smem_.stats[stage_.stage]),
                              block.m_block * kBlockM, is_cut, tSrS);
-          auto products = make_fragment_like(tSrS);
+          auto products = make_fragment_like(tSrS);  // of which dS is one with dP - delta
           CUTE_UNROLL
           for (int i = 0; i < size(tSrS); ++i) products(i) = tSrS(i) * float(derivatives(i));
           hand_over(products);
@@ -105,9 +105,10 @@ class DkvMainloop {
           scores_.to_weights(lse, block.m_block * kBlockM, is_cut, tSrS);
           hand_over(tSrS);
         }
+        // S is complete, and P handed over: done with Q.
         hopper::arrive_of_warp(smem_.q_empty[stage_.stage], /*after_accesses=*/true);
       } else {
-        hopper::arrive_of_warp(smem_.dout_empty[stage_.stage]);
+        hopper::arrive_of_warp(smem_.dout_empty[stage_.stage]);  // dP is complete: done with dO
         // It waits for P, and for the statistics, which came with Q.
         to_score_gradients(tSrS);
       }
@@ -148,7 +149,7 @@ class DkvMainloop {
     hopper::wgmma_wait<0>();  // the gradient is complete
     warpgroup_fence_operand(tdXrdX);
     release_second(before);
-    hopper::arrive_of_warp(smem_.kv_empty);
+    hopper::arrive_of_warp(smem_.kv_empty);  // done with K or V of this tile
   }
 
  private:

@@ -101,6 +101,7 @@ struct DkvTraits {
       smem.dout_empty[stage].init(kWarps);
     }
     for (int stage = 0; stage < kWeightsStages; ++stage) {
+      // The warps of one consumer: those of dV's fill, those of dK's empty.
       smem.weights_full[stage].init(hopper::kArrivalsOfWarp * kWarps / 2);
       smem.weights_empty[stage].init(hopper::kArrivalsOfWarp * kWarps / 2);
     }
