@@ -16,13 +16,13 @@ from torch import Tensor
 import flash_cute
 from flash_cute import __main__, hub
 
-#: transformers 5.23 takes kernels from 0.18.2 on; PyPI had none beyond 0.17.2. So its gate is
-#: lowered, before it is asked for the first time.
+#: transformers 5.23 takes kernels from 0.18.2 on, 5.17 below 0.17; PyPI had none beyond 0.17.2. So
+#: the gate is opened to it, before it is asked for the first time.
 SCRIPT = """
 import inspect, torch
 from transformers.utils import import_utils
 gate = inspect.unwrap(import_utils.is_kernels_available)
-gate.__defaults__ = ("0.17", gate.__defaults__[1])
+gate.__defaults__ = ("0.16", "0.19")
 import transformers
 from transformers.integrations import hub_kernels
 
