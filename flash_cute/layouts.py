@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flash_cute
 from flash_cute import checks, interface, ops
+from flash_cute.options import side_of
 from flash_cute.transforms import autocast
 
 Window = tuple[int | None, int | None]
@@ -150,11 +151,11 @@ def dense(
 
 
 def _call(
-    function: Callable[..., tuple[Tensor, Tensor]],
+    function: Callable[..., Any],
     inputs: Iterable[Tensor | None],
     options: dict[str, Any],
     names: dict[str, str] | None,
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     """With `names`, errors have them."""
     if names is None or torch.compiler.is_compiling():  # not every Dynamo can trace what is below
         return function(*inputs, **options)
@@ -194,7 +195,8 @@ def packed(
 ) -> tuple[Tensor, Tensor]:
     """`forward_varlen`, likewise."""
     inputs = q, k, v, cu_seqlens_q, cu_seqlens_k
-    return _call(flash_cute.forward_varlen, inputs, options, names)
+    out, lse = _call(flash_cute.forward_varlen, inputs, options, names)
+    return out, lse
 
 
 def backward(
@@ -210,46 +212,29 @@ def backward(
 ) -> list[Tensor]:
     """(dq, dk, dv) of `dense`, with cu_seqlens_* of `packed`. `out` and `lse` may be of more keys
     than k has, as in ring attention."""
-    keywords = dict(options)
-    window = [
-        min(side, checks.MAX_LENGTH) if isinstance(side, int) else side
-        for side in keywords.pop("window_size", (-1, -1))
-    ]
-    keywords["window_left"] = window[0]
-    keywords["window_right"] = 0 if keywords.pop("is_causal") else window[1]
     dout, q, k, v = (autocast(x) for x in (dout, q, k, v))
-    for hint in ("max_seqlen_q", "max_seqlen_k"):
-        keywords.pop(hint, None)
+    function: Callable[..., Any] = flash_cute.forward
+    ends: dict[str, Tensor] = {}
     if cu_seqlens_q is None:
         refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=options.get("seqused_q"))
         check_dims("(B, N, H, D)", dout=dout, q=q, k=k, v=v, out=out)
         check_dims("(B, H, N)", softmax_lse=lse)
         dout, q, k, v, out = heads_first(dout, q, k, v, out)
     else:
+        function = flash_cute.forward_varlen
         check_dims("(T, H, D)", dout=dout, q=q, k=k, v=v, out=out)
         check_dims("(H, T)", softmax_lse=lse)
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            check_integers(name, ends)
-            keywords[name] = ends.int()
-    try:
-        gradients = list(ops.bwd(dout, q, k, v, out, lse, **keywords)[:3])
-    except (TypeError, ValueError, RuntimeError) as error:
-        found = _refused_forward(q, k, v, options, keywords)
-        if found is None and isinstance(error, RuntimeError):
-            raise
-        raise _named(found or error, {}) from None
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            check_integers(name, x)
+            ends[name] = x.int()
+    check(function, q, k, v, options | ends, {})
+    keywords = options | ends
+    left, right = map(side_of, keywords.pop("window_size", (-1, -1)))
+    keywords["window_left"] = left
+    keywords["window_right"] = 0 if keywords.pop("is_causal") else right
+    gradients = list(_call(ops.bwd, (dout, q, k, v, out, lse), keywords, {})[:3])
     return heads_first(*gradients) if cu_seqlens_q is None else gradients
-
-
-def _refused_forward(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], keywords: dict[str, Any]
-) -> Exception | None:
-    """What the forward of a backward's call would have raised: it names its arguments."""
-    function: Any = flash_cute.forward
-    if ends := {name: x for name, x in keywords.items() if name.startswith("cu_seqlens_")}:
-        function = flash_cute.forward_varlen
-    return interface.refusal(function, q, k, v, **options, **ends)
 
 
 def write(targets: Iterable[Tensor | None], gradients: Iterable[Tensor]) -> None:
