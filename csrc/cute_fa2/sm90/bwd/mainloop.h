@@ -39,6 +39,10 @@ class BwdMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kConsumers = Traits::kConsumers;
   static_assert(Traits::kStages >= 2);  // a step waits for the next Q, then releases its own
+  // Whether a consumer computes nothing where all of its keys are behind the sequence's end. In a
+  // dense band few rows see the last tile: there the question costs more than it saves.
+  static constexpr bool kStepsOver =
+      Traits::kConsumers == 3 && (kMask == MaskKind::kFull || kMask == MaskKind::kPacked);
 
  public:
   using Scores = TransposedScores<Traits, kMask>;
@@ -80,9 +84,21 @@ class BwdMainloop {
     if constexpr (Scores::kLoadsLseEarly)
       lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     QueryBlock block = walk.first();
+    [[maybe_unused]] const int has_keys = scores_.has_keys() ? 1 : 0;
     CUTE_NO_UNROLL
     while (true) {
       QueryBlock next;
+      if constexpr (kStepsOver) {
+        // Asked in each turn: with a loop for each answer, ptxas spills. The end of a turn is
+        // written for each: brought together, the answers would come late.
+        if (platform::rematerialize(has_keys) == 0) {
+          const bool is_last = step_over(walk, block, before, next, lse);
+          before = block;
+          if (is_last) break;
+          block = next;
+          continue;
+        }
+      }
       const bool is_last = step(walk, block, before, next, lse, tdKrdK, tdVrdV);
       before = block;
       if (is_last) break;
@@ -271,6 +287,42 @@ class BwdMainloop {
       if (++dq_consumer_ == kConsumers) dq_consumer_ = 0;
     }
     return is_last;
+  }
+
+  // A step of a consumer whose keys are all behind the sequence's end: it hands over a dS of zeros.
+  // No wgmma is in flight from one step to the next, so there may be a branch around it.
+  CUTE_DEVICE bool step_over(const QueryWalk& walk, QueryBlock block, QueryBlock before,
+                             QueryBlock& next, typename Scores::OfRows& lse) {
+    using namespace cute;
+    hopper::sync_warp();  // all lanes have read the statistics, and are past the waits for the rows
+    hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);
+    hopper::arrive_of_warp(smem_.q_empty[state_.stage.stage], /*after_accesses=*/true);
+    if (arguments_.dq_by != DqBy::kOwnKernel) {
+      smem_.ds_empty[state_.ds.stage].wait(state_.ds.parity ^ 1);  // as in step
+      auto zeros = make_tensor<uint32_t>(Int<decltype(size(ShapeSt{}))::value / 256>{});
+      clear(zeros);
+      store_shared(zeros, chunk_of_ds());
+      hopper::fence_async_proxy();
+      hopper::sync_warp();
+      hopper::arrive_of_warp(smem_.ds_full[state_.ds.stage]);
+      if (dq_consumer_ == consumer_) {  // as in run; a function for both: 1% slower
+        // ((2, 2, kHeadDim / 8), 1, 1)
+        auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
+        gemm_dq(tdQrdQ, false);
+        wait_until_part_is_read();
+        hopper::wgmma_wait<0>();  // dQ is complete
+        add_dq(before, tdQrdQ);
+      }
+      state_.ds.advance_of_two();
+      if (++dq_consumer_ == kConsumers) dq_consumer_ = 0;
+    }
+    state_.stage.advance_of_two();
+    next = walk.next(block);
+    if (!walk.has(next)) return true;
+    wait_for_rows(false);
+    if constexpr (Scores::kLoadsLseEarly)
+      lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
+    return false;
   }
 
   // -- products ----------------------------------------------------------------------------------

@@ -60,6 +60,9 @@ class TransposedScores {
     return mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys);
   }
 
+  // Whether the sequence reaches into these keys.
+  CUTE_DEVICE bool has_keys() const { return key0_ < sequence_.key_end; }
+
   // P from S of the query rows from `row0` on; `is_cut`: of the same rows. The mask goes onto the
   // exponent: the weight of a key that its row does not see may be inf.
   template <class S>
