@@ -86,8 +86,9 @@ def main() -> None:
             in_order = bwd(deterministic=True)
             for tuning in ("arch=80", SMALL_SHARED_MEMORY):
                 assert_close(bwd(tuning=tuning), in_order)
-            whole = bwd(tuning="head_splits=1", deterministic=not knows_out)
-            assert_close(whole, in_order, knows_out)
+            if knows_out or head_dim % 8 == 0:
+                whole = bwd(tuning="head_splits=1", deterministic=not knows_out)
+                assert_close(whole, in_order, knows_out)
     print("calls of head dims to 256 done", flush=True)
     large = [*itertools.product([*build["large_head_dims"], 257, 1000], SHAPES)]
     for head_dim, shape in large[share::shares]:
