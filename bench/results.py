@@ -119,7 +119,7 @@ SECTIONS = (
         "Softcap, ALiBi and biases",
         "Causal, beside the plain call; `/ plain` is our time as a multiple of its. A bias is "
         "(1, H, N, N), one of keys (B, 1, 1, N). Trained ones have a gradient.",
-        ("scores_h100", "scores_2b32ff6_h100", "scores_01ad88e_h100"),
+        ("scores_h200", "scores_h100", "scores_2b32ff6_h100", "scores_01ad88e_h100"),
         tables.scores,
     ),
     Section(
