@@ -89,8 +89,8 @@ class BwdMainloop {
     while (true) {
       QueryBlock next;
       if constexpr (kStepsOver) {
-        // Asked in each turn: with a loop for each answer, ptxas spills. The end of a turn is
-        // written for each: brought together, the answers would come late.
+        // The answer is the same for all blocks. Two loops would spill, and one end of the loop for
+        // both kinds of step would be slower (notes/sm90_backward.md).
         if (platform::rematerialize(has_keys) == 0) {
           const bool is_last = step_over(walk, block, before, next, lse);
           before = block;
@@ -305,7 +305,7 @@ class BwdMainloop {
       hopper::fence_async_proxy();
       hopper::sync_warp();
       hopper::arrive_of_warp(smem_.ds_full[state_.ds.stage]);
-      if (dq_consumer_ == consumer_) {  // as in run; a function for both: 1% slower
+      if (dq_consumer_ == consumer_) {  // as in run: a function for both would be slower
         // ((2, 2, kHeadDim / 8), 1, 1)
         auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
         gemm_dq(tdQrdQ, false);
