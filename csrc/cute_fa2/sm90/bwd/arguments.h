@@ -3,6 +3,7 @@
 
 #include <cutlass/fast_math.h>
 
+#include "common/gradient.h"
 #include "common/mask.h"
 #include "common/packed_tiles.h"
 #include "common/sequence.h"
@@ -67,6 +68,11 @@ struct BwdArguments {
     }
   }
 };
+
+CUTE_DEVICE GradientPlace place_of_dq(const BwdParams& params, const Sequence& sequence, int batch,
+                                      int head) {
+  return {params.dq, batch, head, sequence.first_q, sequence.len_q, params.head_dim};
+}
 
 CUTE_DEVICE void prefetch_tensor_maps(const BwdTensorMaps& maps) {
   hopper::prefetch_tensor_map(maps.q);

@@ -10,6 +10,7 @@
 #include "common/tile_decoder.h"
 #include "sm90/bwd/adder.h"
 #include "sm90/bwd/arguments.h"
+#include "sm90/bwd/finished_dq.h"
 #include "sm90/bwd/mainloop.h"
 #include "sm90/bwd/pipeline.h"
 #include "sm90/bwd/producer.h"
@@ -26,6 +27,7 @@ struct BwdKernel {
   using Arguments = BwdArguments;
   using SharedMemory = typename Traits::SharedMemory;
   using Mainloop = BwdMainloop<Traits, kMask>;
+  using FinishedDq = sm90::FinishedDq<Traits, kMask>;
   using KeysStore = sm90::KeysStore<Traits, has_sequences(kMask)>;
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
@@ -74,16 +76,13 @@ struct BwdKernel {
         const Sequence& sequence = key_tile.template sequence_of<kMask>(params);
         Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
-        mainloop.make_dq_of_sums();  // the adder reads this tile's last part meanwhile
+        FinishedDq finished(arguments, smem, consumer, state);
+        finished.run();  // the adder reads this tile's last part meanwhile
         KeysStore::run(arguments, tile, sequence, consumer, tdKrdK, tdVrdV,
                        mainloop.wait_for_staging());
-        mainloop.end_tile();
+        finished.end_tile();
       });
-      const TileCoord no_tile{};
-      const Sequence no_sequence{};
-      Mainloop last(arguments, no_tile, no_sequence, smem, consumer, state);
-      while (arguments.dq_by == DqBy::kSums && last.make_dq_of_list()) {
-      }  // the last tile's list, then blocks that are left
+      FinishedDq(arguments, smem, consumer, state).run_rest();
       KeysStore::wait_until_read();  // before the CTA ends
     }
   }

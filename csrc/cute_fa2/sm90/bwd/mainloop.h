@@ -15,7 +15,6 @@
 #include "common/platform.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
-#include "sm90/bwd/adder.h"
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/pipeline.h"
 #include "sm90/bwd/products.h"
@@ -46,8 +45,6 @@ class BwdMainloop {
 
  public:
   using Scores = TransposedScores<Traits, kMask>;
-  using TileMask = typename Scores::TileMask;
-
   using State = typename BwdPipeline<Traits>::ConsumerState;
   using DsState = typename BwdPipeline<Traits>::DsState;
   using StageState = typename BwdPipeline<Traits>::State;
@@ -62,9 +59,7 @@ class BwdMainloop {
         smem_(smem),
         consumer_(consumer),
         scores_(params_, sequence, tile.m_block * kBlockN + consumer * Traits::kConsumerKeys),
-        address_(platform::warp_uniform(
-            static_cast<int>(SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
-                Traits::fragment_q(smem.q[0]))))),
+        address_(base_address(Traits::fragment_q(smem.q[0]))),
         state_(state) {}
 
   // Leaves the sums in tdKrdK, ((2, 2, kHeadDim / 8), 1, 1), and tdVrdV, likewise of kHeadDimV.
@@ -123,49 +118,6 @@ class BwdMainloop {
     // dK and dV of 16 bits have the space of a part, which has 32.
     static_assert(Traits::kHeadDim == Traits::kHeadDimV && Traits::kConsumerKeys == kBlockM);
     return reinterpret_cast<Element*>(WarpgroupSums::of_warp<kSize>(smem_.dq[consumer_]));
-  }
-
-  // Behind make_dq_of_sums: from now on this tile is the one before.
-  CUTE_DEVICE void end_tile() { state_.has_list = arguments_.dq_by == DqBy::kSums; }
-
-  // At the end of a tile: dQ of the blocks that the adder has listed at the end of the one before.
-  CUTE_DEVICE void make_dq_of_sums() {
-    if (state_.has_list) make_dq_of_list();
-  }
-
-  // Returns whether another list comes.
-  CUTE_DEVICE bool make_dq_of_list() {
-    using namespace cute;
-    const int stage = state_.list.stage;
-    // A list is there, and the sums of its blocks are visible.
-    smem_.list_full[stage][consumer_].wait(state_.list.parity);
-    state_.list.advance();
-    int index = smem_.list[stage][consumer_];
-    hopper::sync_warp();
-    hopper::arrive_of_warp(smem_.list_empty[stage][consumer_], /*after_accesses=*/true);
-    const bool is_more = index != DqAdder<Traits>::kNoMoreLists;
-    CUTE_NO_UNROLL
-    while (index >= 0) {
-      constexpr int kSize = decltype(size(typename Traits::ShapeQ{}))::value;
-      const int next = params_.workspace.adders[index].next;
-      int batch_head, m_block, batch, head;
-      arguments_.m_blocks(batch_head, m_block, index);
-      arguments_.heads_q(batch, head, batch_head);
-      SequenceBlock of_sequence;
-      if constexpr (has_sequences(kMask)) of_sequence = params_.row_blocks.in_place[m_block];
-      typename WarpgroupSums::Rows<Traits::kHeadDim> sums;  // in flight while that is looked at
-      WarpgroupSums::load_rows<Traits::kHeadDim>(params_.workspace.dq + int64_t{index} * kSize,
-                                                 sums);
-      if constexpr (has_sequences(kMask)) {
-        batch = of_sequence.batch;
-        m_block = of_sequence.block;
-      }
-      WarpgroupSums::store_rounded<Element, Traits::kHeadDim>(
-          sums, place_of_dq(Sequence::of<kMask>(params_, batch), batch, head), m_block * kBlockM,
-          params_.scale.scale);
-      index = next;
-    }
-    return is_more;
   }
 
  private:
@@ -393,10 +345,6 @@ class BwdMainloop {
     }
   }
 
-  CUTE_DEVICE GradientPlace place_of_dq(const Sequence& sequence, int batch, int head) const {
-    return {params_.dq, batch, head, sequence.first_q, sequence.len_q, params_.head_dim};
-  }
-
   // Ahead of add_dq: the part of dQ that this consumer has staged before has been read.
   CUTE_DEVICE void wait_until_part_is_read() {
     if (arguments_.dq_by == DqBy::kTile) return;
@@ -412,7 +360,7 @@ class BwdMainloop {
     hopper::arrive_of_warp(smem_.ds_empty[ds_before().stage]);
     if (arguments_.dq_by == DqBy::kTile) {
       return store_gradient<Element, MmaDq, typename Traits::ShapeQ>(
-          place_of_dq(sequence_, tile_.batch, block.head), block.m_block * kBlockM,
+          place_of_dq(params_, sequence_, tile_.batch, block.head), block.m_block * kBlockM,
           params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
     }
     constexpr bool kShuffles =

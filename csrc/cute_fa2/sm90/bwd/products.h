@@ -5,6 +5,7 @@
 #include <cute/tensor.hpp>
 
 #include "common/fragment.h"
+#include "common/platform.h"
 #include "sm90/hopper.h"
 #include "sm90/shared_operand.h"
 
@@ -40,9 +41,14 @@ CUTE_DEVICE void gemm_rs(Mma mma, A& fragment, const B& b, C& rC) {
   hopper::wgmma_commit();
 }
 
-// The operand `fragment` that begins at `tile`. The operands of a kernel have their addresses from
-// one register, `base`, the address of `origin` as SharedOperand counts it: with a register each,
-// ptxas spilled.
+// The operands of a kernel have their addresses from one register, `base`, that of `origin` as
+// SharedOperand counts it: with a register each, ptxas spilled.
+template <class Fragment>
+CUTE_DEVICE int base_address(const Fragment& origin) {
+  return platform::warp_uniform(static_cast<int>(SharedOperand<Fragment, 0>::address_of(origin)));
+}
+
+// The operand `fragment` that begins at `tile`.
 template <class Fragment, class Element>
 CUTE_DEVICE auto operand_at(const Fragment& fragment, const Element* tile, const Element* origin,
                             int base) {

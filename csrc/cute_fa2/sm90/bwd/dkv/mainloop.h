@@ -53,9 +53,7 @@ class DkvMainloop {
       : scores_(arguments.params, sequence, tile.m_block * Traits::kBlockN),
         smem_(smem),
         batch_(tile.batch),
-        address_(platform::warp_uniform(
-            static_cast<int>(SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
-                Traits::fragment_q(smem.q[0]))))),
+        address_(base_address(Traits::fragment_q(smem.q[0]))),
         stage_(state.stage),
         weights_(state.weights),
         kv_parity_(state.kv_parity) {}

@@ -60,11 +60,10 @@ struct DqKernel {
     const auto [tile, sequence, first_index, seen] = tile_of(arguments);
     Mainloop(arguments, tile, sequence, first_index, smem, consumer)
         .run(keys(params, tile, sequence), tdQrdQ);
-    const GradientPlace place = {params.dq,        tile.batch,     tile.head,
-                                 sequence.first_q, sequence.len_q, params.head_dim};
     store_gradient<typename Traits::Element, typename Traits::MmaDq, typename Traits::ShapeQ>(
-        place, tile.m_block * Traits::kBlockM + consumer * Traits::kConsumerRows,
-        params.scale.scale, tdQrdQ, hopper::thread_in_warpgroup());
+        place_of_dq(params, sequence, tile.batch, tile.head),
+        tile.m_block * Traits::kBlockM + consumer * Traits::kConsumerRows, params.scale.scale,
+        tdQrdQ, hopper::thread_in_warpgroup());
   }
 
  private:

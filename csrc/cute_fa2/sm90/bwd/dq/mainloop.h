@@ -49,9 +49,7 @@ class DqMainloop {
         smem_(smem),
         consumer_(consumer),
         row0_(tile.m_block * Traits::kBlockM + consumer * kRows),
-        address_(platform::warp_uniform(
-            static_cast<int>(SharedOperand<decltype(Traits::fragment_q(nullptr)), 0>::address_of(
-                Traits::fragment_q(smem.q[0]))))) {}
+        address_(base_address(Traits::fragment_q(smem.q[0]))) {}
 
   // The blocks of keys that any of the rows [row0, row0 + rows) sees.
   static CUTE_DEVICE BlockRange visible(const TileMask& mask, const Sequence& sequence, int row0,
