@@ -247,14 +247,15 @@ class BwdMainloop {
                              QueryBlock& next, typename Scores::OfRows& lse) {
     using namespace cute;
     hopper::sync_warp();  // all lanes have read the statistics, and are past the waits for the rows
-    hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);
+    hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);  // done with dO, unread, and Q
     hopper::arrive_of_warp(smem_.q_empty[state_.stage.stage], /*after_accesses=*/true);
     if (arguments_.dq_by != DqBy::kOwnKernel) {
-      smem_.ds_empty[state_.ds.stage].wait(state_.ds.parity ^ 1);  // as in step
+      smem_.ds_empty[state_.ds.stage].wait(state_.ds.parity ^ 1);  // dS of two steps before is read
+      // (kBlockM / 4), two elements a word
       auto zeros = make_tensor<uint32_t>(Int<decltype(size(ShapeSt{}))::value / 256>{});
       clear(zeros);
       store_shared(zeros, chunk_of_ds());
-      hopper::fence_async_proxy();
+      hopper::fence_async_proxy();  // visible to wgmma of all consumers, once all lanes are here
       hopper::sync_warp();
       hopper::arrive_of_warp(smem_.ds_full[state_.ds.stage]);
       if (dq_consumer_ == consumer_) {  // as in run: a function for both would be slower
