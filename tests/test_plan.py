@@ -346,10 +346,13 @@ def test_some_head_dims_of_v_have_tiles_of_their_own(
     for arch in (80, 90) if gpu == "H100" else (80,):
         for causal, length in itertools.product((FULL, CAUSAL), (300, 4096)):
             sizes = 2, 8, 8, length, length, head_dim
-            result = plan(gpu, *sizes, head_dim_v=head_dim_v, causal=causal, arch=arch)
-            assert (result["head_dim"], result["head_dim_v"]) == (192, 128)
-            result = plan(gpu, *sizes, head_dim_v=136, causal=causal, arch=arch)
-            assert (result["head_dim"], result["head_dim_v"]) == (192, 192)
+            backward = {"backward": 1} if arch == 90 else {}
+            for more in ({}, backward):
+                options = {"causal": causal, "arch": arch, **more}
+                result = plan(gpu, *sizes, head_dim_v=head_dim_v, **options)
+                assert (result["head_dim"], result["head_dim_v"]) == (192, 128)
+                result = plan(gpu, *sizes, head_dim_v=136, **options)
+                assert (result["head_dim"], result["head_dim_v"]) == (192, 192)
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -28,7 +28,7 @@ void add(emulator::Session& session, const BwdParams& params, const BwdPlan& pla
   add_part("workspace.stats", workspace.stats, rows_q, in_order);
   add_part("workspace.dq", workspace.dq, rows_q * plan.head_dim, in_any);
   add_part("workspace.dk", workspace.dk, rows_k * plan.head_dim, in_order);
-  add_part("workspace.dv", workspace.dv, rows_k * plan.head_dim, in_order);
+  add_part("workspace.dv", workspace.dv, rows_k * plan.head_dim_v, in_order);
   add_part("workspace.dbias", workspace.dbias, plan.bias_splits * params.dbias.elements,
            GlobalMemory::Use::kWorkspace);
   add_part("workspace.adders", workspace.adders, blocks_q, in_any);

@@ -145,7 +145,7 @@ BwdWorkspace allocate(Allocator& memory, const BwdPlan& plan, const BwdParams& p
   workspace.stats = memory.take<RowGradStats>(rows_q);
   workspace.dq = memory.take<float>(sums ? rows_q * plan.head_dim : 0);
   workspace.dk = memory.take<float>(split_rows * plan.head_dim);
-  workspace.dv = memory.take<float>(split_rows * plan.head_dim);
+  workspace.dv = memory.take<float>(split_rows * plan.head_dim_v);
   workspace.dbias =
       memory.take<float>(plan.bias_splits > 1 ? plan.bias_splits * params.dbias.elements : 0);
   const bool is_sm80 = plan.arch == Arch::kSm80;
@@ -214,7 +214,7 @@ BwdPlan plan_sm80(const BwdParams& params, const BwdOverrides& overrides,
                   const DeviceProperties& device) {
   BwdPlan plan{};
   plan.arch = Arch::kSm80;
-  plan.head_dim = built_head_dim(params);
+  plan.head_dim = plan.head_dim_v = built_head_dim(params);
   const int64_t lent = device.smem_per_cta;
   const int limit =
       static_cast<int>(overrides.smem_limit > 0 ? std::min(overrides.smem_limit, lent) : lent);
@@ -246,7 +246,8 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
   if (std::max(p.head_dim, p.head_dim_v) > kLargeAbove) {
     return "the head dim is above " + std::to_string(kLargeAbove);
   }
-  if (p.changes.bias.data && !kBwdTilesSm90[select_bwd_sm90(built_head_dim(p))].bias) {
+  if (p.changes.bias.data &&
+      !kBwdTilesSm90[select_bwd_sm90(built_head_dim(p), p.head_dim_v)].bias) {
     return "kernels of sm80 alone read a bias at this head dim";
   }
   const int bytes = bytes_of(p.dtype);
@@ -265,8 +266,11 @@ std::string why_not_sm90(const BwdParams& p, const BwdOverrides& overrides,
 
 // Whether a strip of the tile has no column of Q and K, or of V and dO. A box that lies outside of
 // a ragged map would touch other memory.
-bool lacks_strips(const BwdParams& p, int tile_columns) {
-  return std::min(p.head_dim, p.head_dim_v) <= tile_columns - FwdConfigSm90::strip(tile_columns);
+bool lacks_strips(const BwdParams& p, const BwdConfigSm90& tile) {
+  const auto lacks = [](int columns, int tile_columns) {
+    return columns <= tile_columns - FwdConfigSm90::strip(tile_columns);
+  };
+  return lacks(p.head_dim, tile.head_dim) || lacks(p.head_dim_v, tile.head_dim_v);
 }
 
 BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
@@ -276,9 +280,10 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   plan.head_dim = built_head_dim(params);
   plan.why_not_sm90 = why_not_sm90(params, overrides, device);
   if (!plan.why_not_sm90.empty()) return plan;
-  plan.tile = select_bwd_sm90(plan.head_dim);
+  plan.tile = select_bwd_sm90(plan.head_dim, params.head_dim_v);
   const BwdEntrySm90& entry = kBwdTilesSm90[plan.tile];
-  if (params.is_packed() && lacks_strips(params, plan.head_dim)) {
+  plan.head_dim_v = entry.keys.head_dim_v;
+  if (params.is_packed() && lacks_strips(params, entry.keys)) {
     plan.why_not_sm90 = "packed sequences have to fill the tile's strips of columns, D and Dv";
     return plan;
   }

@@ -47,7 +47,8 @@ enum class DqBy { kTile, kSums, kOwnKernel };
 struct BwdPlan {
   Arch arch;
   std::string why_not_sm90;  // if the arch is sm80 though sm90 was not ruled out by the caller
-  int head_dim;              // that the kernel was built for
+  int head_dim;              // that the kernel was built for, and
+  int head_dim_v;            // of V
   int tile;                  // index of the entry in the arch's tile table
   int bias_splits;           // CTAs that share a tile of the gradient of a bias
   int columns;  // of a gradient that a tile has, if it is one of sm80/bwd/large/, which

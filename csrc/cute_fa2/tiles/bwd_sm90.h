@@ -79,7 +79,7 @@ struct BwdEntrySm90 {
   constexpr int head_dim() const { return keys.head_dim; }
 };
 
-// A call gets the entry of its head dim.
+// Of several entries for a head dim, with columns enough for V, a call gets the first.
 inline constexpr BwdEntrySm90 kBwdTilesSm90[] = {
     // keys: head_dim, head_dim_v, consumers, stages
     // rows: head_dim, head_dim_v, consumers, block_n, k_stages, v_stages
@@ -87,15 +87,16 @@ inline constexpr BwdEntrySm90 kBwdTilesSm90[] = {
     {{64, 64, 3, 2}, {64, 64, 3, 64, 4, 4}, true},
     {{96, 96, 2, 2}, {96, 96, 3, 64, 3, 3}},
     {{128, 128, 2, 2}, {128, 128, 2, 64, 4, 4}, true},
+    {{192, 128, 2, 3}, {192, 128, 2, 64, 3, 3}, true},
     {{192, 192, 2, 3}, {192, 192, 2, 64, 2, 2}, true},
     {{256, 256, 2, 2}, {256, 256, 2, 64, 2, 1}},
 };
 
-// The index of the entry that serves `head_dim` (a bucket), or -1.
-constexpr int select_bwd_sm90(int head_dim) {
+// The index of the entry that serves `head_dim` (a bucket) and `head_dim_v`, or -1.
+constexpr int select_bwd_sm90(int head_dim, int head_dim_v) {
   int index = 0;
   for (const BwdEntrySm90& entry : kBwdTilesSm90) {
-    if (entry.head_dim() == head_dim) return index;
+    if (entry.head_dim() == head_dim && entry.keys.head_dim_v >= head_dim_v) return index;
     ++index;
   }
   return -1;

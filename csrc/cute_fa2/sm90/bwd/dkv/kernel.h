@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/platform.h"
 #include "common/sequence.h"
@@ -62,9 +63,9 @@ struct DkvKernel {
  private:
   template <bool kIsDv>
   static CUTE_DEVICE void compute(const Arguments& arguments, SharedMemory& smem) {
-    using Mma = typename Traits::MmaDk;
-    using Shape = typename Traits::ShapeDk;
-    // dK or dV, ((2, 2, kHeadDim / 8), 1, 1)
+    using Mma = std::conditional_t<kIsDv, typename Traits::MmaDv, typename Traits::MmaDk>;
+    using Shape = std::conditional_t<kIsDv, typename Traits::ShapeDv, typename Traits::ShapeDk>;
+    // dK or dV, ((2, 2, columns / 8), 1, 1)
     auto sums = cute::partition_fragment_C(Mma{}, Shape{});
     using Mainloop = DkvMainloop<Traits, kMask, kIsDv>;
     typename Mainloop::State state;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/fragment.h"
 #include "common/mask.h"
@@ -36,6 +37,9 @@ class DkvMainloop {
   using MmaSt = typename Traits::MmaSt;
   using ShapeSt = typename Traits::ShapeSt;
   using Scores = TransposedScores<Traits, kMask>;
+  // The gradient's product, and how deep that of S or dP is.
+  using MmaDx = std::conditional_t<kIsDv, typename Traits::MmaDv, typename Traits::MmaDk>;
+  static constexpr int kDepth = kIsDv ? Traits::kHeadDim : Traits::kHeadDimV;
   static constexpr int kBlockM = Traits::kBlockM;
   static_assert(Traits::kStages >= 2);  // dK's consumer waits for the next dO, then releases Q
 
@@ -75,7 +79,7 @@ class DkvMainloop {
     QueryBlock block = walk.first();
     Stage before;                            // whose product of the gradient is in flight
     first_full(stage_).wait(stage_.parity);  // Q or dO has arrived
-    gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
+    gemm_ss<kDepth>(MmaSt{}, key_operand(), first_operand(), tSrS);
     typename Scores::OfRows lse;  // kIsDv: of the next block
     if constexpr (kIsDv && Scores::kLoadsLseEarly) {
       lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
@@ -122,22 +126,22 @@ class DkvMainloop {
       block = next;
       if (is_last) {
         second_full(before).wait(before.parity);  // dO or Q has arrived
-        gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
+        gemm_rs(MmaDx{}, tSrP, second, tdXrdX);
         break;
       }
       if constexpr (kIsDv) {
         first_full(stage_).wait(stage_.parity);  // Q has arrived
-        gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
+        gemm_ss<kDepth>(MmaSt{}, key_operand(), first_operand(), tSrS);
         second_full(before).wait(before.parity);  // dO has arrived
-        gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
+        gemm_rs(MmaDx{}, tSrP, second, tdXrdX);
         if constexpr (Scores::kLoadsLseEarly) lse = scores_.lse_of_rows(smem_.stats[stage_.stage]);
         is_cut = scores_.is_cut(block.m_block * kBlockM);
         hopper::wgmma_wait<1>();  // S is complete
       } else {
         // Q has arrived: statistics came with it.
-        gemm_rs(typename Traits::MmaDk{}, tSrP, second, tdXrdX);
+        gemm_rs(MmaDx{}, tSrP, second, tdXrdX);
         first_full(stage_).wait(stage_.parity);  // dO has arrived
-        gemm_ss<Traits::kHeadDim>(MmaSt{}, key_operand(), first_operand(), tSrS);
+        gemm_ss<kDepth>(MmaSt{}, key_operand(), first_operand(), tSrS);
         hopper::wgmma_wait<1>();  // dK is complete
         warpgroup_fence_operand(tdXrdX);
         release_second(before);
@@ -172,13 +176,25 @@ class DkvMainloop {
     return operand_at(fragment, tile, smem_.q[0], address_);
   }
   CUTE_DEVICE auto key_operand() const {
-    return operand(Traits::fragment_k(smem_.k), kIsDv ? smem_.k : smem_.v);
+    if constexpr (kIsDv) {
+      return operand(Traits::fragment_k(smem_.k), smem_.k);
+    } else {
+      return operand(Traits::fragment_v(smem_.v), smem_.v);
+    }
   }
   CUTE_DEVICE auto first_operand() const {
-    return operand(Traits::fragment_q(smem_.q[0]), (kIsDv ? smem_.q : smem_.dout)[stage_.stage]);
+    if constexpr (kIsDv) {
+      return operand(Traits::fragment_q(smem_.q[0]), smem_.q[stage_.stage]);
+    } else {
+      return operand(Traits::fragment_dout(smem_.dout[0]), smem_.dout[stage_.stage]);
+    }
   }
   CUTE_DEVICE auto second_operand() const {
-    return operand(Traits::fragment_qt(smem_.q[0]), (kIsDv ? smem_.dout : smem_.q)[stage_.stage]);
+    if constexpr (kIsDv) {
+      return operand(Traits::fragment_doutt(smem_.dout[0]), smem_.dout[stage_.stage]);
+    } else {
+      return operand(Traits::fragment_qt(smem_.q[0]), smem_.q[stage_.stage]);
+    }
   }
 
   // -- the weights, from one consumer to the other ------------------------------------------------

@@ -31,45 +31,58 @@ struct DkvTraits {
   static constexpr int kWeightsStages = kConfig.kWeightsStages;
   static constexpr int kThreads = kConfig.roles().threads();
   static constexpr int kMinCtas = 1;
-  static_assert(kConsumers == 2 && kHeadDim == kHeadDimV);
+  static_assert(kConsumers == 2);
 
-  // Of K and V, of Q and dO, of the scores, and of dK and dV.
-  using ShapeK = Tile<kBlockN, kHeadDim>;
+  using ShapeK = Tile<kBlockN, kHeadDim>;   // and dK
+  using ShapeV = Tile<kBlockN, kHeadDimV>;  // and dV
   using ShapeQ = Tile<kBlockM, kHeadDim>;
+  using ShapeDout = Tile<kBlockM, kHeadDimV>;
   using ShapeSt = Tile<kBlockN, kBlockM>;
-  using ShapeDk = Tile<kBlockN, kHeadDim>;
-  using ShapeDv = ShapeDk;
+  using ShapeDk = ShapeK;
+  using ShapeDv = ShapeV;
 
   // S^T = K Q^T and dP^T = V dO^T. So P^T and dS^T are where dV += P^T dO and dK += dS^T Q take
   // them: in registers.
   using MmaSt = decltype(cute::make_tiled_mma(hopper::MmaSS<Element, kBlockM>{}));
   using MmaDk = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kHeadDim>{}));
-  using MmaDv = MmaDk;
-  static_assert(cute::tile_size<1>(MmaDk{}) == kHeadDim);
+  using MmaDv = decltype(cute::make_tiled_mma(hopper::MmaRS<Element, kHeadDimV>{}));
+  static_assert(cute::tile_size<1>(MmaDk{}) == kHeadDim &&
+                cute::tile_size<1>(MmaDv{}) == kHeadDimV);
 
-  static constexpr int kStrip = FwdConfigSm90::strip(kHeadDim);
-  static constexpr int kStripV = kStrip;
+  static constexpr int kStrip = FwdConfigSm90::strip(kHeadDim);    // of Q and K
+  static constexpr int kStripV = FwdConfigSm90::strip(kHeadDimV);  // of V and dO
 
-  // Tiles as wgmma sees them, (1, 1, depth / 16): descriptors, the same for all threads. Those of K
-  // serve V, and those of Q dO.
+  // Tiles as wgmma sees them, (1, 1, depth / 16): descriptors, the same for all threads.
   static CUTE_DEVICE auto fragment_k(Element* tile) {
     return MmaSt{}.get_slice(0).partition_fragment_A(
         smem_tensor<ByRows<Element, ShapeK, kStrip>>(tile));
+  }
+  static CUTE_DEVICE auto fragment_v(Element* tile) {
+    return MmaSt{}.get_slice(0).partition_fragment_A(
+        smem_tensor<ByRows<Element, ShapeV, kStripV>>(tile));
   }
   static CUTE_DEVICE auto fragment_q(Element* tile) {
     return MmaSt{}.get_slice(0).partition_fragment_B(
         smem_tensor<ByRows<Element, ShapeQ, kStrip>>(tile));
   }
+  static CUTE_DEVICE auto fragment_dout(Element* tile) {
+    return MmaSt{}.get_slice(0).partition_fragment_B(
+        smem_tensor<ByRows<Element, ShapeDout, kStripV>>(tile));
+  }
   static CUTE_DEVICE auto fragment_qt(Element* tile) {
     return MmaDk{}.get_slice(0).partition_fragment_B(
         smem_tensor<Transposed<Element, ShapeQ, kStrip>>(tile));
   }
+  static CUTE_DEVICE auto fragment_doutt(Element* tile) {
+    return MmaDv{}.get_slice(0).partition_fragment_B(
+        smem_tensor<Transposed<Element, ShapeDout, kStripV>>(tile));
+  }
 
   struct SharedMemory {
     alignas(1024) Element k[cute::size(ShapeK{})];
-    alignas(1024) Element v[cute::size(ShapeK{})];
+    alignas(1024) Element v[cute::size(ShapeV{})];
     alignas(1024) Element q[kStages][cute::size(ShapeQ{})];
-    alignas(1024) Element dout[kStages][cute::size(ShapeQ{})];
+    alignas(1024) Element dout[kStages][cute::size(ShapeDout{})];
     alignas(128) float weights[kWeightsStages][cute::size(ShapeSt{})];  // P^T, as threads hold it
     alignas(128) TwoRowGradStats stats[kStages][kBlockM / 2];           // comes and goes with Q
     // Full: what TMA brought is visible to both consumers. Empty: all their warps are done with the
