@@ -85,8 +85,10 @@ def check_like(name: str, x: Tensor, wanted: Tensor) -> None:
 
 def check_head_dims(q: Tensor, v: Tensor) -> None:
     """Raises a ValueError if they differ: FlashAttention-2 has one, other functions take two."""
-    if not isinstance(q, Tensor) or not isinstance(v, Tensor) or not q.dim() == v.dim() > 0:
+    if not isinstance(q, Tensor) or not isinstance(v, Tensor) or q.is_nested or v.is_nested:
         return  # what follows refuses them
+    if not q.dim() == v.dim() > 0:
+        return
     if q.shape[-1] != v.shape[-1]:
         raise ValueError(
             f"v has head dim {v.shape[-1]} and q has {q.shape[-1]}: FlashAttention-2's must be "

@@ -50,7 +50,7 @@ SIZES = (
     ("Hkv", "H", "heads of k and v"),
     ("Nq", 4096, "queries"),
     ("Nk", "Nq", "keys"),
-    ("D", 128, "head dim"),
+    ("D", min(128, max(ops.build_info()["head_dims"])), "head dim"),
     ("Dv", "D", "head dim of v"),
 )
 

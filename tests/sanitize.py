@@ -86,9 +86,10 @@ def main() -> None:
             in_order = bwd(deterministic=True)
             for tuning in ("arch=80", SMALL_SHARED_MEMORY):
                 assert_close(bwd(tuning=tuning), in_order)
-            if knows_out or head_dim % 8 == 0:
+            known = 3 if knows_out or not has_sm90_too else 1  # dq alone
+            if known == 3 or head_dim % 8 == 0:  # else dk and dv are copied, so read
                 whole = bwd(tuning="head_splits=1", deterministic=not knows_out)
-                assert_close(whole, in_order, knows_out)
+                assert_close(whole[:known], in_order[:known])
     print("calls of head dims to 256 done", flush=True)
     large = [*itertools.product([*build["large_head_dims"], 257, 1000], SHAPES)]
     for head_dim, shape in large[share::shares]:
@@ -162,9 +163,11 @@ def check_packed(
             # In sm90's backward pairs with 8 would leave strips of a tile without columns.
             of_bwd = tuning if min(head_dim, head_dim_v) > 8 else ""
             gradients.append(bwd(tuning=of_bwd, deterministic=deterministic)[:3])
-    for found, expected in ((results[1:], results[0]), (gradients[1:], gradients[0])):
-        for tensors in found:
-            assert_close(tensors, expected, compares_rounded=not is_initcheck)
+    for found in results[1:]:
+        assert_close(found, results[0], compares_rounded=not is_initcheck)
+    known = 1 if is_initcheck else 3  # of dq, dk and dv
+    for found in gradients[1:]:
+        assert_close(found[:known], gradients[0][:known])
 
 
 def assert_close(

@@ -87,7 +87,7 @@ class BwdMainloop {
         // The answer is the same for all blocks. Two loops would spill, and one end of the loop for
         // both kinds of step would be slower (notes/sm90_backward.md).
         if (platform::rematerialize(has_keys) == 0) {
-          const bool is_last = step_over(walk, block, before, next, lse);
+          const bool is_last = step_over(walk, block, before, next);
           before = block;
           if (is_last) break;
           block = next;
@@ -244,7 +244,7 @@ class BwdMainloop {
   // A step of a consumer whose keys are all behind the sequence's end: it hands over a dS of zeros.
   // No wgmma is in flight from one step to the next, so there may be a branch around it.
   CUTE_DEVICE bool step_over(const QueryWalk& walk, QueryBlock block, QueryBlock before,
-                             QueryBlock& next, typename Scores::OfRows& lse) {
+                             QueryBlock& next) {
     using namespace cute;
     hopper::sync_warp();  // all lanes have read the statistics, and are past the waits for the rows
     hopper::arrive_of_warp(smem_.dout_empty[state_.stage.stage]);  // done with dO, unread, and Q
@@ -273,8 +273,6 @@ class BwdMainloop {
     next = walk.next(block);
     if (!walk.has(next)) return true;
     wait_for_rows(false);
-    if constexpr (Scores::kLoadsLseEarly)
-      lse = scores_.lse_of_rows(smem_.stats[state_.stage.stage]);
     return false;
   }
 
