@@ -317,6 +317,26 @@ def test_positions_that_pack_nothing(positions: str) -> None:
 
 
 @torch.no_grad()
+def test_the_mask_of_images_where_there_are_none() -> None:
+    """Gemma 3's tokens of an image see each other. Its processor says which are, also of none."""
+    text = {**WINDOWED, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {**VISION, "num_hidden_layers": 1}
+    config = T.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = make_model(config, "AutoModelForImageTextToText")
+    ids = torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    is_token = torch.ones_like(ids)
+    is_token[0, :4] = 0
+    inputs = {"input_ids": ids, "attention_mask": is_token, "token_type_ids": torch.zeros_like(ids)}
+    expected = model(**inputs).logits
+    model.set_attn_implementation({"text_config": "cute_fa"})
+    kept = is_token.bool()
+    torch.testing.assert_close(model(**inputs).logits[kept], expected[kept], rtol=0, atol=1e-4)
+    inputs["token_type_ids"][:, 6:9] = 1
+    with pytest.raises(ValueError, match="masks of the model's own"):
+        model(**inputs)
+
+
+@torch.no_grad()
 def test_images_and_text() -> None:
     """LLaVA asks its tower for hidden states, which is not the attention's business."""
     vision = T.CLIPVisionConfig(**VISION)

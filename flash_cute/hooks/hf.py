@@ -145,7 +145,8 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     if maker == "remap_positions_for_packed_sequence":
         return read(parts["mask_function"])
     if maker == "or_masks":
-        return _union([read(mask) for mask in parts["mask_functions"]])
+        masks = parts["mask_functions"]
+        return _union([read(mask) for mask in masks if not _has_no_blocks(mask)])
     if maker != "and_masks":
         return None
     joined: dict[str, Any] = {}
@@ -155,6 +156,15 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
             return None
         joined |= found
     return joined
+
+
+def _has_no_blocks(mask_function: Callable[..., Any]) -> bool:
+    """Whether it is the mask of a model's images, whose tokens see each other, and there is none.
+    Waits for the GPU."""
+    if getattr(mask_function, "__qualname__", "").split(".")[0] != "blockwise_overlay":
+        return False
+    blocks = _parts(mask_function)["block_sequence_ids"]
+    return not _cannot_wait(blocks) and not (blocks >= 0).any()
 
 
 def _union(masks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
