@@ -242,12 +242,15 @@ def doc() -> Iterator[Case]:
 
 def gqa() -> Iterator[Case]:
     """Grouped and multi-query heads beside as many heads of k and v, which is the same work; and
-    queries that continue a longer context."""
+    queries that continue a longer context; backward, grouped heads beside the same."""
     for kv_heads in (32, 8, 1):
         for causal in (False, True):
             yield square(4, 4096, 32, 128, causal, kv_heads=kv_heads)
     yield square(1, 16384, 32, 128, causal=True, kv_heads=8)
     yield Case(1, 32, 8, 1024, 16384, 128, causal=True)
+    for causal in (False, True):
+        for kv_heads in (32, 8):
+            yield square(4, 4096, 32, 128, causal, kv_heads=kv_heads, op="bwd")
 
 
 def layouts() -> Iterator[Case]:

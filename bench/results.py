@@ -65,16 +65,16 @@ SECTIONS = (
     Section(
         "Grouped heads",
         "Grouped and multi-query heads beside as many heads of K and V, and queries that continue "
-        "a longer context.",
+        "a longer context. The newer file has the backward of grouped heads, too.",
         ("gqa", "gqa_h100"),
     ),
-    Section("One prompt", "Few tiles for a large GPU.", ("prefill",)),
+    Section("One prompt", "Few tiles for a large GPU.", ("prefill_h200", "prefill")),
     Section("One long document", "Few heads.", ("doc",)),
     Section(
         "Decoding",
         "One query against a long context, 32 query heads on 8 key heads. `splits=4` is flash_cute "
         "with the keys in at most 4 splits, whatever it would choose. GB/s count K and V once.",
-        ("decode",),
+        ("decode_h200", "decode"),
     ),
     Section(
         "Backward",
@@ -226,8 +226,8 @@ SECTIONS = (
 SUMMARY: tuple[tuple[str, str, tuple[str, ...], tuple[str | None, str | None]], ...] = (
     ("{} points, N 512 to 16384", "flash_cute", ("fa2", "cudnn"), ("train_h100", "train")),
     ("{} points, the sm80 kernels", "sm80", ("fa2",), ("train_h100", "train")),
-    ("one prompt, {} points", "flash_cute", ("fa2", "cudnn"), ("prefill", None)),
-    ("decoding, {} points", "flash_cute", ("fa2", "cudnn"), ("decode", None)),
+    ("one prompt, {} points", "flash_cute", ("fa2", "cudnn"), ("prefill", "prefill_h200")),
+    ("decoding, {} points", "flash_cute", ("fa2", "cudnn"), ("decode", "decode_h200")),
     ("backward, {} points", "flash_cute", ("fa2", "cudnn"), ("bwd_h100", "bwd_h200")),
     ("packed documents, {} points", "flash_cute", ("fa2",), ("varlen_h100", "varlen_h200")),
     (
