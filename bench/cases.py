@@ -242,7 +242,7 @@ def doc() -> Iterator[Case]:
 
 def gqa() -> Iterator[Case]:
     """Grouped and multi-query heads beside as many heads of k and v, which is the same work; and
-    queries that continue a longer context; backward, grouped heads beside the same."""
+    queries that continue a longer context. Of the backward, grouped heads beside as many."""
     for kv_heads in (32, 8, 1):
         for causal in (False, True):
             yield square(4, 4096, 32, 128, causal, kv_heads=kv_heads)

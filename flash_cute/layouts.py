@@ -53,6 +53,8 @@ def check_dims(shape: str, **tensors: Any) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is {checks.shown(x)}: it must be a torch.Tensor")
+        if (error := checks.refusal_of_layout(name, x)) is not None:
+            raise error
         if x.dim() != len(sizes) or any(
             size.isdigit() and int(size) != n for size, n in zip(sizes, x.shape, strict=True)
         ):

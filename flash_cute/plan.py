@@ -43,6 +43,7 @@ DEVICES = {
     "b200": Device(100, 148, 132_644_864, 227 * KB),
 }
 DTYPES = ("fp16", "bf16", "fp32")
+BUILT = ops.build_info()
 #: Name, default (a number, or the size that it is equal to), and what it is.
 SIZES = (
     ("B", 1, "batch size"),
@@ -50,7 +51,7 @@ SIZES = (
     ("Hkv", "H", "heads of k and v"),
     ("Nq", 4096, "queries"),
     ("Nk", "Nq", "keys"),
-    ("D", min(128, max(ops.build_info()["head_dims"])), "head dim"),
+    ("D", min(128, max(BUILT["head_dims"] or BUILT["large_head_dims"])), "head dim"),
     ("Dv", "D", "head dim of v"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -263,9 +264,9 @@ def test_peers_alternate() -> None:
 
 def test_grouped_heads_are_measured_beside_as_many_heads() -> None:
     cases = list(SUITES["gqa"]())
-    for causal in (False, True):
-        same = [case for case in cases if case.q_len == 4096 and case.causal == causal]
-        assert {case.kv_heads for case in same} == {32, 8, 1}
+    for op, causal in itertools.product(("fwd", "bwd"), (False, True)):
+        same = [c for c in cases if (c.q_len, c.op, c.causal) == (4096, op, causal)]
+        assert {case.kv_heads for case in same} == ({32, 8, 1} if op == "fwd" else {32, 8})
         assert len({case.flops() for case in same}) == 1
 
 

@@ -445,6 +445,25 @@ def test_refusals_name_what_was_given(
         call(*arguments)
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize(
+    "call, name, count",
+    [
+        (fa2.flash_attn_func, "q", 3),
+        (fa2.flash_attn_qkvpacked_func, "qkv", 1),
+        (fa2.flash_attn_kvpacked_func, "kv", 2),
+        (fa2.flash_attn_with_kvcache, "q", 3),
+        (fa3.flash_attn_func, "q", 3),
+    ],
+)
+def test_nested_tensors_are_refused_by_name(
+    call: Callable[..., Any], name: str, count: int, layout: torch.layout
+) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(n, 3, 2, 16) for n in (3, 5)], layout=layout)
+    with pytest.raises(TypeError, match=f"^{name} is a nested tensor: it must be dense"):
+        call(*[nested] * count)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_head_dims_of_v(device: str) -> None:
     """FlashAttention-3 has them, FlashAttention-2 does not."""

@@ -105,13 +105,18 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length, heads_kv", [(128, 4), (1000, 4), (1000, 1)])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256, 320, 512, 1024])
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v",
+    [*((d, d) for d in (32, 64, 96, 128, 192, 256, 320, 512, 1024)), (192, 128)],
+)
 @GPU_KERNELS
-def test_repeats_are_bitwise_equal(kernels, head_dim, length, heads_kv, mask, other_work, request):
+def test_repeats_are_bitwise_equal(
+    kernels, head_dim, head_dim_v, length, heads_kv, mask, other_work, request
+):
     """dk and dv always; dq too where that is asked for."""
     if kernels == "other" and head_dim > 256:
         pytest.skip("there all get sm80's kernels")
-    q, k, v = gpu_inputs(2, 8, length, head_dim, heads_kv=heads_kv)
+    q, k, v = gpu_inputs(2, 8, length, head_dim, heads_kv=heads_kv, head_dim_v=head_dim_v)
     out, lse = ops.fwd(q, k, v, **MASKS[mask])
     args = torch.randn_like(out), q, k, v, out, lse, torch.randn_like(lse)
 

@@ -142,7 +142,9 @@ def test_what_a_window_sees(device):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v", [(16, 16), (200, 130), (320, 320), (1000, 512)])
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(16, 16), (192, 128), (200, 130), (320, 320), (1000, 512)]
+)
 @pytest.mark.parametrize("names", ["bhqk", "hk", "bq", ""])
 @SOME
 def test_bias_and_its_gradient(device, dtype, names, head_dim, head_dim_v):

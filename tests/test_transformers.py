@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +18,10 @@ from torch import Tensor
 import flash_cute
 
 T = pytest.importorskip("transformers")
+from transformers import masking_utils  # noqa: E402
 from transformers.generation import CompileConfig  # noqa: E402
+
+from flash_cute.hooks import hf  # noqa: E402
 
 LENGTH = 17
 SIZES = {
@@ -331,9 +334,25 @@ def test_the_mask_of_images_where_there_are_none() -> None:
     model.set_attn_implementation({"text_config": "cute_fa"})
     kept = is_token.bool()
     torch.testing.assert_close(model(**inputs).logits[kept], expected[kept], rtol=0, atol=1e-4)
+    packed = {name: inputs[name][:1] for name in ("input_ids", "token_type_ids")}
+    packed |= {"position_ids": POSITIONS[None], "use_cache": False}
+    found = model(**packed).logits
+    model.set_attn_implementation({"text_config": "sdpa"})
+    torch.testing.assert_close(found, model(**packed).logits, rtol=0, atol=1e-4)
+    model.set_attn_implementation({"text_config": "cute_fa"})
     inputs["token_type_ids"][:, 6:9] = 1
     with pytest.raises(ValueError, match="masks of the model's own"):
         model(**inputs)
+
+
+def test_masks_that_only_have_the_name_of_images() -> None:
+    def blockwise_overlay(block_sequence_ids: torch.Tensor) -> Callable[..., Any]:
+        return lambda b, h, q, k: block_sequence_ids[b, q] == block_sequence_ids[b, k]
+
+    own, none = blockwise_overlay(torch.full((1, 8), -1)), torch.full((1, 8), -1)
+    images = masking_utils.blockwise_overlay(none)
+    assert hf.read(masking_utils.or_masks(masking_utils.causal_mask_function, own)) is None
+    assert hf.read(masking_utils.or_masks(images)) is None
 
 
 @torch.no_grad()

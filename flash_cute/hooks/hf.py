@@ -145,8 +145,8 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     if maker == "remap_positions_for_packed_sequence":
         return read(parts["mask_function"])
     if maker == "or_masks":
-        masks = parts["mask_functions"]
-        return _union([read(mask) for mask in masks if not _has_no_blocks(mask)])
+        masks = [mask for mask in parts["mask_functions"] if not _has_no_blocks(mask)]
+        return read(masks[0]) if len(masks) == 1 else _union([read(mask) for mask in masks])
     if maker != "and_masks":
         return None
     joined: dict[str, Any] = {}
@@ -159,9 +159,11 @@ def read(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _has_no_blocks(mask_function: Callable[..., Any]) -> bool:
-    """Whether it is the mask of a model's images, whose tokens see each other, and there is none.
-    Waits for the GPU."""
-    if getattr(mask_function, "__qualname__", "").split(".")[0] != "blockwise_overlay":
+    """Whether it is the mask of a model's images, whose tokens see each other, and no token is of
+    one. Waits for the GPU."""
+    maker = getattr(mask_function, "__qualname__", "").split(".")[0]
+    module = getattr(mask_function, "__module__", "")
+    if maker != "blockwise_overlay" or module != causal_mask_function.__module__:
         return False
     blocks = _parts(mask_function)["block_sequence_ids"]
     return not _cannot_wait(blocks) and not (blocks >= 0).any()
@@ -170,6 +172,8 @@ def _has_no_blocks(mask_function: Callable[..., Any]) -> bool:
 def _union(masks: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """As `read`, of the keys that any of the masks shows: bands, each with the query's own."""
     bands: list[tuple[float, float]] = []
+    if not masks:
+        return None  # no key at all
     for mask in masks:
         if mask is None or "sequences" in mask:
             return None

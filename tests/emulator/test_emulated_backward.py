@@ -54,12 +54,15 @@ def test_every_tile_of_sm80(sm80, name, is_causal):
 
 
 @BOTH_MASKS
-@pytest.mark.parametrize("tile", BWD_SM90, ids=lambda tile: tile["head_dim"])
+@pytest.mark.parametrize(
+    "tile", BWD_SM90, ids=lambda tile: f"{tile['head_dim']}_{tile['head_dim_v']}"
+)
 def test_every_tile_of_sm90(sm90, tile, is_causal):
     """Of ragged blocks: stages and dS's buffers are used again, in two heads of a group."""
     len_q, len_k, head_dim = 5 * tile["block_m"] + 5, tile["block_n"] + 9, tile["head_dim"]
     for dtype in (BF16, torch.float16) if head_dim == 64 else (BF16,):
-        inputs = random_inputs(1, 2, len_q, head_dim, heads_kv=1, len_k=len_k, dtype=dtype)
+        sizes = {"heads_kv": 1, "len_k": len_k, "head_dim_v": tile["head_dim_v"]}
+        inputs = random_inputs(1, 2, len_q, head_dim, **sizes, dtype=dtype)
         for seed in range(3):
             sm90.check_backward(*inputs, is_causal, has_dlse=True, head_splits=1, seed=seed)
 

@@ -108,8 +108,8 @@ CUresult encode(const Tiling<Pointer>& t, DType dtype, int batch, CUtensorMap& m
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   static const auto encode_tiled =
       driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
-  // A miss fetches a line of L2. With 256 bytes other halves would be asked for twice
-  // (notes/split_kv.md).
+  // A miss fetches a line of L2. With 256 bytes it would fetch the next line, too, which is asked
+  // for anyway (notes/split_kv.md).
   return encode_tiled(
       &map, data_type_of(dtype), 5, const_cast<char*>(data), sizes, strides + 1, box,
       element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -62,7 +62,7 @@ class DkvMainloop {
         weights_(state.weights),
         kv_parity_(state.kv_parity) {}
 
-  // Leaves the sums in tdXrdX, ((2, 2, kHeadDim / 8), 1, 1).
+  // Leaves the sums in tdXrdX, ((2, 2, columns / 8), 1, 1).
   template <class Dx>
   CUTE_DEVICE void run(const QueryWalk& walk, Dx& tdXrdX) {
     using namespace cute;
