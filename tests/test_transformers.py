@@ -480,7 +480,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "git": (
         T.GitConfig(**TEXT, vision_config={**SIZES, "image_size": 32}), {},
-        r"masks of the model's own \(model type 'git'\)",
+        rf"{OWN}, as a model's own attention does \(model type 'git'\)",
     ),
     "bloom": (T.BloomConfig(hidden_size=64, n_head=4, n_layer=2), {}, OWN),
     "bigbird_pegasus": (  # its encoder
@@ -495,7 +495,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 #: What the mask's maker refuses, ahead of all layers.
-REFUSED_FIRST = ("padding between tokens", "chunks", "git", "deepseek_v32")
+REFUSED_FIRST = ("padding between tokens", "chunks", "deepseek_v32")
 
 
 @torch.no_grad()
