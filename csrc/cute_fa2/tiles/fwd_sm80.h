@@ -74,15 +74,15 @@ struct TileEntrySm80 {
 inline constexpr TileEntrySm80 kFwdTilesSm80[] = {
     // head_dim, head_dim_v, block_m, block_n, row_warps, pipelined_qk, column_warps; ctas_per_sm
     {{32, 32, 128, 128, 4, true}, 2},            // 1.31, N 512 and 4096
-    {{64, 64, 128, 64, 4, true}, 2},             // 1.22, N 512 to 16384
+    {{64, 64, 128, 64, 4, true}, 2},             // 1.20, N 512 to 16384
     {{96, 96, 128, 64, 4, false}, 2},            // 1.13, N 512 and 4096
-    {{128, 128, 128, 64, 4, false}, 2},          // 1.21, N 512 to 16384
+    {{128, 128, 128, 64, 4, false}, 2},          // 1.18, N 512 to 16384
     {{128, 128, 128, 32, 4, false}, 2},          // 1.09, N 512 and 4096
     {{192, 128, 64, 64, 2, false, 2}, 2},        // not timed
     {{192, 128, 128, 64, 8, false}, 1},          // not timed
     {{192, 192, 64, 64, 2, false, 2}, 2},        // 1.12, N 512 and 4096
     {{192, 192, 64, 64, 4, false, 1, true}, 2},  // 1.14, N 512 and 4096
-    {{256, 256, 64, 64, 2, false, 2}, 2},        // 1.17, N 512 to 16384
+    {{256, 256, 64, 64, 2, false, 2}, 2},        // 1.13, N 512 to 16384
     {{256, 256, 128, 64, 4, false, 2}, 1},       // not timed
     {{256, 256, 64, 64, 4, false}, 1},           // 1.08, N 512 and 4096
     // ..., column_warps, q_in_registers, chunk_stages, k_columns, v_keys, v_columns; ctas_per_sm
