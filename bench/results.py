@@ -216,7 +216,7 @@ SECTIONS = (
         "Training a GPT on documents",
         "`python -m examples.train_gpt --pack`, 2000 steps of 32 documents of up to 1024 bytes: "
         "padded, and packed by `forward_varlen`. Padding counts for no tokens.",
-        ("train_gpt_pack",),
+        ("train_gpt_pack_h200", "train_gpt_pack"),
         tables.training,
     ),
 )
