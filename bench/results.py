@@ -65,7 +65,7 @@ SECTIONS = (
     Section(
         "Grouped heads",
         "Grouped and multi-query heads beside as many heads of K and V, and queries that continue "
-        "a longer context. The newer file has the backward of grouped heads, too.",
+        "a longer context. `gqa.json` has the backward of grouped heads, too.",
         ("gqa", "gqa_h100"),
     ),
     Section("One prompt", "Few tiles for a large GPU.", ("prefill_h200", "prefill")),
