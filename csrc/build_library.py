@@ -266,8 +266,7 @@ def write_ninja() -> tuple[str, str]:
     text = f"builddir = {BUILD}\n" + compile_rule("cxx", cxx) + compile_rule("nvcc", nvcc)
     text += f"rule link\n  command = {shlex.join(linker)} -shared -o $out $in "
     text += f"{shlex.join(libraries)}\n  description = linking $out\n"
-    sm90, sm80_code = "90a" in archs, [item for item in code if item != variants.SM90_CODE]
-    folder, head_dims = ROOT / BUILD / "variants", [int(dim) for dim in dims]
+    sm90, folder, head_dims = "90a" in archs, ROOT / BUILD / "variants", [int(dim) for dim in dims]
     sources = variants.generate(folder, head_dims, dtypes, sm90=sm90)
     sources += sorted((ROOT / SOURCES).rglob("*.cu")) + sorted((ROOT / SOURCES).rglob("*.cpp"))
     objects = []
@@ -275,7 +274,7 @@ def write_ninja() -> tuple[str, str]:
         objects.append(f"{BUILD}/objects/{source.relative_to(ROOT)}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         text += f"build {objects[-1]}: {rule} {source.relative_to(ROOT)}\n"
-        text += f"  flags = {variants.nvcc_flags(source, sm80_code)}\n" if rule == "nvcc" else ""
+        text += f"  flags = {variants.nvcc_flags(source, code)}\n" if rule == "nvcc" else ""
     library = f"{BUILD}/{'manylinux/' if MANYLINUX else ''}_flash_cute.so"
     text += f"build {library}: link {' '.join(objects)} | {exports}\n"
     return write(f"{library}.ninja", text), library

@@ -112,6 +112,16 @@ def test_machine_code_for_every_chip() -> None:
     assert "compute_80" not in INFO["archs"] or ".sm_80.ptx" in sass.cuobjdump("-lptx")
 
 
+def test_kernels_that_overlap_can_tell() -> None:
+    """On Hopper (csrc/cute_fa2/common/grid.h): PTX of sm_80 lacks these instructions."""
+    if "sm_90" not in ARCHS:
+        pytest.skip("this build has no sm_90")
+    for kernel, instruction in {"BlocksKernel": "PREEXIT", "CombineKernel": "ACQBULK"}.items():
+        found = [text for name, text in sass.functions_by_code()["sm_90"] if kernel in name]
+        assert found, kernel
+        assert all(instruction in text for text in found), kernel
+
+
 def test_every_entry_has_its_kernels(
     entries: list[dict[str, Any]], kernels: list[Kernel], resources: dict[str, dict[str, int]]
 ) -> None:

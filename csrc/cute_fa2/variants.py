@@ -176,12 +176,16 @@ def write_kernels(path: Path, header: str, lines: Sequence[str]) -> Path:
 
 
 def nvcc_flags(source: Path, code: Sequence[str]) -> str:
-    """What a file with kernels needs beyond the flags of all. `code`: what the kernels that every
-    chip runs are translated to, machine code and PTX."""
+    """What a file with kernels needs beyond the flags of all. `code`: what the library has, machine
+    code and PTX."""
     kernel = re.match(r"\w+?_(sm\d+)_hdim(\d+)_([a-z\d]+)", source.name)
     if kernel and kernel[1] == "sm90":
         return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *_macros(source.stem)])
-    flags = [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]
+    # PTX of sm_80 cannot say that a kernel overlaps another one (common/grid.h).
+    overlapping = ["sm_90"] if source.name == "launch.cu" and "sm_90" in code else []
+    old = ",".join(item for item in code if item not in (*overlapping, SM90_CODE))
+    flags = [f"-gencode=arch=compute_80,code=[{old}]"]
+    flags += [f"-gencode=arch=compute_90,code={item}" for item in overlapping]
     # The tiles up to head dim 128 and fp32's fill the register file. Told to economise, ptxas keeps
     # everything in it on every chip. So does the backward at head dim 256, told a little less than
     # by default. For the others the default does better.

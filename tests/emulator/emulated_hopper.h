@@ -54,8 +54,6 @@ class Barrier {
   uint64_t state_;  // its address is what the machine knows it by
 };
 
-EMULATED void wait_for_kernel_before() {}
-
 constexpr int kArrivalsOfWarp = 1;
 EMULATED void arrive_of_warp(Barrier& barrier, bool /*after_accesses*/ = false) {
   if (is_first_lane()) barrier.arrive();

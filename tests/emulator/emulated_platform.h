@@ -43,6 +43,7 @@ inline int next_number(int* counter) { return fetch_add(counter, 1); }
 inline int load_acquire(const int* word) { return emulator::load_acquire(word); }
 inline void wait_for_turn(const int* counter, int turn) { emulator::wait_for_turn(counter, turn); }
 inline void let_next_begin() {}
+inline void wait_for_kernel_before() {}
 inline void publish() { emulator::publish(); }
 inline void pass_turn(int* counter) { emulator::pass_turn(counter); }
 inline void raise_flag(int* flag) { emulator::raise_flag(flag); }

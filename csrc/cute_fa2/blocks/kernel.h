@@ -67,18 +67,18 @@ struct BlocksKernel {
     for (int pass = 0; pass < 2; ++pass) {
       for_each_block(
           params, request, begin, end, batch,
-          [&](int place, SequenceBlock block, const Sequence& sequence, BlockRange seen) {
-            if (pass == 0) in_place[place] = block;
-            if (block.batch < 0) return;
+          [&](int place, int block, SequenceBlock rows, const Sequence& sequence, BlockRange seen) {
+            if (pass == 0) in_place[place] = rows;
+            if (rows.batch < 0) return;
             for_each_split(request, seen, [&](int split, BlockRange part) {
               const int to = smem.counts[count_of(bucket_of(request, part), thread)]++;
               if (pass == 0) return;
               const bool is_whole = part.begin == seen.begin && part.end == seen.end;
               const int key_end = cute::min(part.end * request.other_rows, sequence.len_k);
-              sorted[to] = {block.batch,
-                            block.block,
+              sorted[to] = {rows.batch,
+                            block,
                             Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
-                                                  block.batch, request.index_rows),
+                                                  rows.batch, request.index_rows),
                             part.begin,
                             part.end,
                             sequence.first_q,
@@ -164,8 +164,8 @@ struct BlocksKernel {
     return batch;
   }
 
-  // Calls visit(place, block, its sequence, the blocks that it sees) for the places [begin, end).
-  // `batch` is that of the first.
+  // Calls visit(place, number of the block, its rows, its sequence, the blocks that it sees) for
+  // the places [begin, end). `batch` is that of the first.
   template <class Visit>
   static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockRequest& request,
                                          int begin, int end, int batch, const Visit& visit) {
@@ -173,10 +173,13 @@ struct BlocksKernel {
       while (batch + 1 < params.batch && first_block(params, request, batch + 1) <= place) ++batch;
       const Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
       const int block = place - first_block(params, request, batch), row0 = block * request.rows;
+      const int first = request.of_keys ? sequence.first_k : sequence.first_q;
       const int length = request.of_keys ? sequence.len_k : sequence.len_q;
       const bool exists = block >= 0 && row0 < length;
-      visit(place, exists ? SequenceBlock{batch, block} : SequenceBlock{-1, 0}, sequence,
-            exists ? seen_of(params, request, sequence, row0) : BlockRange{0, 0});
+      const BlockRange seen = exists ? seen_of(params, request, sequence, row0) : BlockRange{0, 0};
+      const SequenceBlock rows = {exists ? batch : -1, first + row0,
+                                  cute::min(request.rows, length - row0), seen.end - seen.begin};
+      visit(place, block, rows, sequence, seen);
     }
   }
 
@@ -185,9 +188,11 @@ struct BlocksKernel {
     const Mask<MaskKind::kPacked, UnpackedRows> mask(params, sequence, UnpackedRows{});
     const int length = request.of_keys ? sequence.len_k : sequence.len_q;
     const int row_end = cute::min(row0 + request.rows, length);
-    return request.of_keys
-               ? row_blocks_that_see(mask, row0, row_end, sequence.len_q, request.other_rows)
-               : mask.visible_blocks(row0, row_end, request.other_rows);
+    if (request.of_keys) {
+      return row_blocks_that_see(mask, row0, row_end, sequence.len_q, request.other_rows);
+    }
+    const bool sees_any = mask.begin(row0) < mask.end(row_end - 1);
+    return sees_any ? mask.visible_blocks(row0, row_end, request.other_rows) : BlockRange{0, 0};
   }
 
   static CUTE_DEVICE int bucket_of(const BlockRequest& request, BlockRange seen) {

@@ -72,6 +72,7 @@ struct CombineKernel {
     arguments.len_q(batch_head, query, static_cast<int>(exists ? index : 0));
     arguments.heads(batch, head, batch_head);
     float* const weights = smem.weights + of_cta * splits.count;
+    platform::wait_for_kernel_before();  // the splits are there
     // The address of the row in a (batch, heads_q, len_q, ...) tensor, of split `split`.
     const auto row_of = [&](const auto& view, int split = 0) {
       return view.data + (int64_t{split} * params.entries() + batch) * view.stride_batch +

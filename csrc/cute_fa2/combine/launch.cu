@@ -9,7 +9,7 @@ void launch_combine(const FwdParams& params, int device, cudaStream_t stream) {
   dtype_switch(params.dtype, [&](auto dtype) {
     using Kernel = CombineKernel<dtype()>;
     const typename Kernel::Arguments arguments(params);
-    run_grid<Kernel>(arguments, arguments.ctas(), device, stream);
+    run_grid<Kernel>(arguments, arguments.ctas(), device, stream, /*overlaps=*/true);
   });
 }
 

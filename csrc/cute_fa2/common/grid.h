@@ -22,20 +22,24 @@ __global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMin
 }
 
 // Runs Kernel::run(arguments, shared memory) in each thread of `ctas` CTAs. `overlaps`: its CTAs
-// may begin once all those of the kernel before have called platform::let_next_begin. Each calls
-// hopper::wait_for_kernel_before, ahead of what it reads of it, or at its end.
+// may begin once all those of the kernel before have called platform::let_next_begin or ended, so
+// its launch costs less. Each calls platform::wait_for_kernel_before, ahead of what it reads of it,
+// or at its end. Where the code is too old to wait, nothing overlaps.
 template <class Kernel>
 void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int device,
               cudaStream_t stream, bool overlaps = false) {
   using Traits = typename Kernel::Traits;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
-  if constexpr (kSmemBytes > 48 * 1024) {  // CUDA wants to be asked, once for each device
-    static DeviceFlags asked_for;
-    if (!asked_for.test(device)) {
+  static DeviceFlags is_known, can_wait;
+  if (!is_known.test(device)) {
+    cudaFuncAttributes code{};
+    check_cuda(cudaFuncGetAttributes(&code, flash_cute_kernel<Kernel>));
+    if (code.ptxVersion >= 90) can_wait.set(device);  // it was compiled for sm_90 or later
+    if constexpr (kSmemBytes > 48 * 1024) {           // CUDA wants to be asked
       check_cuda(cudaFuncSetAttribute(flash_cute_kernel<Kernel>,
                                       cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes));
-      asked_for.set(device);
     }
+    is_known.set(device);
   }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -46,7 +50,7 @@ void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int dev
   config.dynamicSmemBytes = kSmemBytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = overlaps ? 1 : 0;
+  config.numAttrs = overlaps && can_wait.test(device) ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, flash_cute_kernel<Kernel>, arguments));
 }
 

@@ -75,6 +75,14 @@ class Mask {
     return end(row_origin) < key_origin + keys || begin(row_origin + rows - 1) > key_origin;
   }
 
+  // The inverse: where `rows` rows may begin for which `cuts` is false. For rows that are queries.
+  CUTE_DEVICE BlockRange uncut_origins(int rows, int key_origin, int keys) const {
+    static_assert(std::is_same_v<Rows, UnpackedRows> && kKind != MaskKind::kFull);
+    const int last_key = key_origin + keys - 1;
+    if (last_key >= key_end_) return {0, 0};
+    return {band_.query_begin_of(last_key), band_.query_end_of(key_origin) - (rows - 1)};
+  }
+
   // Sets the scores outside each row's interval to -inf. The tile of `rows` x `keys` begins at
   // (row_origin, key_origin). `scores` are a thread's, and `coords` their (row, key) in the tile,
   // in the same (rows, columns) layout. `offsets` are the coords of thread 0, which are constants.

@@ -53,6 +53,14 @@ CUTE_DEVICE void let_next_begin() {
 #endif
 }
 
+// In a kernel that overlaps the one before (run_grid): until that one is complete, and what it
+// wrote is visible.
+CUTE_DEVICE void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Adds to a counter in global memory, and returns what it was.
 CUTE_DEVICE int fetch_add(int* counter, int number) { return atomicAdd(counter, number); }
 // Its next number, from 0 on.

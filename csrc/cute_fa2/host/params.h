@@ -88,10 +88,12 @@ struct SequenceTable {
   const int* key_start;  // (batch): its first key in use
 };
 
-// A block of rows (or keys) of a sequence.
-struct alignas(8) SequenceBlock {
+// The rows (or keys) of a block of a sequence.
+struct alignas(16) SequenceBlock {
   int batch;  // the sequence; -1: there is no such block
-  int block;
+  int first;  // the first one in q (or k)
+  int count;
+  int seen;  // how many blocks of the other side they see (or see them)
 };
 
 // A tile of such rows (or keys), with all that a kernel has to know of its sequence.

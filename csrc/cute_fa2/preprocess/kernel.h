@@ -46,7 +46,6 @@ struct PreprocessKernel {
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
-    platform::let_next_begin();  // sm90's main kernel, which waits for the results
     const BwdParams& params = arguments.params;
     const bool is_packed = has_sequences(params.mask);
     const int thread = platform::thread_index();
@@ -59,23 +58,20 @@ struct PreprocessKernel {
     int batch_head, m_block, batch, head;
     arguments.m_blocks(batch_head, m_block, platform::cta_index());
     arguments.heads(batch, head, batch_head);
+    const int row0 = m_block * arguments.block_m;
+    SequenceBlock rows = {batch, row0, cute::min(arguments.block_m, params.len_q - row0), 0};
     if (is_packed) {
-      const SequenceBlock of_sequence = params.row_blocks.in_place[m_block];
-      if (of_sequence.batch < 0) return;
-      batch = of_sequence.batch;
-      m_block = of_sequence.block;
+      rows = params.row_blocks.in_place[m_block];
+      if (rows.batch < 0) return;
     }
-    const Sequence sequence = is_packed ? Sequence::of<MaskKind::kPacked>(params, batch)
-                                        : Sequence::of<MaskKind::kBanded>(params, batch);
 
     for (int first = 0; first < arguments.block_m; first += Traits::kThreads / kLanes) {
       const int in_block = first + thread / kLanes;
-      const int row = m_block * arguments.block_m + in_block;
-      const bool exists = row < sequence.len_q;
+      const bool exists = in_block < rows.count;
       const auto row_of = [&]<class Pointer>(const TensorView<Pointer>& view) {
         using T = std::conditional_t<std::is_same_v<Pointer, const void*>, Element, float>;
-        return static_cast<const T*>(view.data) + batch * view.stride_batch +
-               head * view.stride_head + (sequence.first_q + row) * view.stride_row;
+        return static_cast<const T*>(view.data) + rows.batch * view.stride_batch +
+               head * view.stride_head + (rows.first + in_block) * view.stride_row;
       };
       float sum = 0.f, lse = 0.f, dlse = 0.f;
       if (exists && thread % kLanes == 0) {  // they arrive during the product
@@ -98,25 +94,22 @@ struct PreprocessKernel {
     }
 
     if (params.workspace.adders) {
-      const int row0 = m_block * arguments.block_m;
-      const int row_end = cute::min(row0 + arguments.block_m, sequence.len_q);
       // How many tiles of keys add to this block: those whose QueryWalk has it
       // (row_blocks_that_see). With more its dQ would never be made, with fewer too early.
-      const auto tiles_that_add = [&](const auto& mask) {
+      int expected = rows.seen;
+      if (!is_packed) {  // a band serves every mask
+        const Mask<MaskKind::kBanded, UnpackedRows> mask(
+            params, Sequence::of<MaskKind::kBanded>(params, batch), UnpackedRows{});
+        const int row_end = row0 + rows.count;
         const BlockRange tiles = mask.visible_blocks(row0, row_end, arguments.block_n);
-        return mask.begin(row0) < mask.end(row_end - 1) ? tiles.end - tiles.begin : 0;
-      };
-      // A band serves every mask.
-      const int expected = is_packed ? tiles_that_add(Mask<MaskKind::kPacked, UnpackedRows>(
-                                           params, sequence, UnpackedRows{}))
-                                     : tiles_that_add(Mask<MaskKind::kBanded, UnpackedRows>(
-                                           params, sequence, UnpackedRows{}));
+        expected = mask.begin(row0) < mask.end(row_end - 1) ? tiles.end - tiles.begin : 0;
+      }
       if (thread == 0) {
         DqAdders& adders = params.workspace.adders[block];
         adders.begun = adders.stored = 0;
         adders.counted = 1 - expected;
       }
-      if (expected <= 0) store_zero_rows(params, batch, head, sequence.first_q, row0, row_end);
+      if (expected <= 0) store_zero_rows(params, head, rows);
     } else if (params.workspace.dq) {
       const int size = arguments.block_m * arguments.tile_head_dim;  // a multiple of 4
       float* const sums = params.workspace.dq + block * size;
@@ -150,15 +143,14 @@ struct PreprocessKernel {
   }
 
   // dQ of rows that see no key: no tile comes by.
-  static CUTE_DEVICE void store_zero_rows(const BwdParams& params, int batch, int head,
-                                          int64_t first, int row0, int row_end) {
+  static CUTE_DEVICE void store_zero_rows(const BwdParams& params, int head,
+                                          const SequenceBlock& rows) {
     const TensorView<void*>& view = params.dq;
-    auto* const rows = static_cast<Element*>(view.data) + batch * view.stride_batch +
-                       head * view.stride_head + first * view.stride_row;
+    auto* const first = static_cast<Element*>(view.data) + rows.batch * view.stride_batch +
+                        head * view.stride_head + rows.first * view.stride_row;
     const int pairs = params.head_dim / 2;
-    const int thread = platform::thread_index();
-    for (int i = thread; i < (row_end - row0) * pairs; i += Traits::kThreads) {
-      Element* const to = rows + (row0 + i / pairs) * view.stride_row + i % pairs * 2;
+    for (int i = platform::thread_index(); i < rows.count * pairs; i += Traits::kThreads) {
+      Element* const to = first + i / pairs * view.stride_row + i % pairs * 2;
       *reinterpret_cast<uint32_t*>(to) = 0;
     }
   }

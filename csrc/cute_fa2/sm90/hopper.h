@@ -163,9 +163,6 @@ CUTE_DEVICE void named_barrier_sync(int barrier, int warpgroups = 2) {
   cutlass::arch::NamedBarrier::sync(warpgroups * kWarpgroup, static_cast<uint32_t>(barrier));
 }
 
-// Programmatic dependent launch, see run_grid and platform::let_next_begin.
-CUTE_DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // setmaxnreg: fewer registers for each thread of a warpgroup, or more.
 template <int kRegisters>
 CUTE_DEVICE void register_dealloc() {

@@ -119,7 +119,6 @@ struct ConvertKernel {
     int rows;
     int columns;
     float factor;
-    AttentionParams params;
     const SequenceBlock* in_place;  // packed sequences: which block of rows a tile is; else null
   };
 
@@ -134,10 +133,9 @@ struct ConvertKernel {
       const SequenceBlock of_sequence = arguments.in_place[block];
       if (of_sequence.batch < 0) return;
       batch = of_sequence.batch;
-      block = of_sequence.block;
-      const Sequence sequence = Sequence::of<MaskKind::kPacked>(arguments.params, batch);
-      first = sequence.first_q;
-      rows = sequence.len_q;
+      first = of_sequence.first;
+      rows = of_sequence.count;
+      block = 0;
     }
     auto sum = partition_fragment_C(TiledMma{}, Shape{});
     clear(sum);

@@ -22,10 +22,9 @@ void launch_convert(const TensorView<void*>& gradient, const float* sums, const 
   using Kernel = ConvertKernel<Traits, TiledMma, Shape>;
   // Blocks of packed sequences are of all together.
   const int64_t tiles = int64_t{params.is_packed() ? 1 : params.batch} * heads * blocks;
-  run_grid<Kernel>(
-      {gradient, sums, splits, tiles, cutlass::FastDivmod(blocks), cutlass::FastDivmod(heads), rows,
-       columns, factor, params, params.row_blocks.in_place},
-      tiles, device, stream);
+  run_grid<Kernel>({gradient, sums, splits, tiles, cutlass::FastDivmod(blocks),
+                    cutlass::FastDivmod(heads), rows, columns, factor, params.row_blocks.in_place},
+                   tiles, device, stream);
 }
 
 template <class Traits, MaskKind kMask>

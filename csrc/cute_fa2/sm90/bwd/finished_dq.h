@@ -58,18 +58,21 @@ class FinishedDq {
       int batch_head, m_block, batch, head;
       arguments_.m_blocks(batch_head, m_block, index);
       arguments_.heads_q(batch, head, batch_head);
-      SequenceBlock of_sequence;
-      if constexpr (has_sequences(kMask)) of_sequence = params_.row_blocks.in_place[m_block];
+      SequenceBlock rows;
+      if constexpr (has_sequences(kMask)) rows = params_.row_blocks.in_place[m_block];
       typename WarpgroupSums::Rows<Traits::kHeadDim> sums;  // in flight while that is looked at
       WarpgroupSums::load_rows<Traits::kHeadDim>(params_.workspace.dq + int64_t{index} * kSize,
                                                  sums);
+      GradientPlace place = {params_.dq, batch, head, 0, params_.len_q, params_.head_dim};
+      int row0 = m_block * Traits::kBlockM;
       if constexpr (has_sequences(kMask)) {
-        batch = of_sequence.batch;
-        m_block = of_sequence.block;
+        place.batch = rows.batch;
+        place.first = rows.first;
+        place.rows = rows.count;
+        row0 = 0;
       }
-      WarpgroupSums::store_rounded<typename Traits::Element, Traits::kHeadDim>(
-          sums, place_of_dq(params_, Sequence::of<kMask>(params_, batch), batch, head),
-          m_block * Traits::kBlockM, params_.scale.scale);
+      WarpgroupSums::store_rounded<typename Traits::Element, Traits::kHeadDim>(sums, place, row0,
+                                                                               params_.scale.scale);
       index = next;
     }
     return is_more;

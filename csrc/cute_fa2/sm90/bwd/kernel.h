@@ -49,7 +49,7 @@ struct BwdKernel {
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
-      hopper::wait_for_kernel_before();  // the others wait for what this warpgroup brings
+      platform::wait_for_kernel_before();  // the others wait for what this warpgroup brings
       // DqKernel fills the multiprocessors that this one leaves. It reads the statistics without a
       // wait. So it may begin only when the preprocess is over: behind the wait above.
       if (arguments.dq_by == DqBy::kOwnKernel) platform::let_next_begin();

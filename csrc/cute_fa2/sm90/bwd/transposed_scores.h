@@ -30,7 +30,12 @@ class TransposedScores {
 
   // `key0`: the warpgroup's first.
   CUTE_DEVICE TransposedScores(const BwdParams& params, const Sequence& sequence, int key0)
-      : params_(params), sequence_(sequence), key0_(key0) {}
+      : params_(params), sequence_(sequence), key0_(key0) {
+    if constexpr (kMask != MaskKind::kFull) {
+      const TileMask mask(params_, sequence_, UnpackedRows{});
+      uncut_ = mask.uncut_origins(kBlockM, key0_, Traits::kConsumerKeys);
+    }
+  }
 
   // MaskKind::kScored: changes S of the query rows from `row0` on, of a head. `derivatives`: of
   // the changed scores by S, but for the scale.
@@ -56,6 +61,9 @@ class TransposedScores {
   // Whether the mask hides any key of this tile from the kBlockM query rows from `row0` on. Asked
   // ahead of the wait for S: the sequence may be in shared memory.
   CUTE_DEVICE bool is_cut(int row0) const {
+    if constexpr (kMask != MaskKind::kFull) {
+      return row0 < uncut_.begin || row0 >= uncut_.end;
+    }
     const TileMask mask(params_, sequence_, UnpackedRows{});
     return mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys);
   }
@@ -145,6 +153,9 @@ class TransposedScores {
   const BwdParams& params_;
   const Sequence& sequence_;
   int key0_;
+  // Where blocks of rows begin that the mask does not cut: asked in each step, and so computed
+  // once.
+  BlockRange uncut_;
 };
 
 }  // namespace flash_cute::sm90

@@ -6,6 +6,7 @@
 #include <cute/numeric/math.hpp>
 
 #include "common/mask.h"
+#include "common/platform.h"
 #include "common/sequence.h"
 #include "sm90/fwd/arguments.h"
 #include "sm90/fwd/pipeline.h"
@@ -32,7 +33,7 @@ class FwdProducer {
   // Loads what the consumers need for the CTA's work tiles, and tells them which these are.
   CUTE_DEVICE void run(typename Pipeline::Scheduler::Iterator tiles) {
     const auto& scheduler = Pipeline::scheduler(arguments_);
-    if constexpr (Pipeline::kIsPacked) hopper::wait_for_kernel_before();  // it makes the list
+    if constexpr (Pipeline::kIsPacked) platform::wait_for_kernel_before();  // it makes the list
     const unsigned count = scheduler.count();
     for (unsigned i = tiles.first(scheduler); i < count;) {
       if constexpr (Pipeline::kIsPacked) {

@@ -37,7 +37,7 @@ struct DkvKernel {
     // Each role computes its own: the producer has few registers.
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
-      hopper::wait_for_kernel_before();  // the others wait for what this warpgroup brings
+      platform::wait_for_kernel_before();  // the others wait for what this warpgroup brings
       // DqKernel fills the multiprocessors that this one leaves. It reads the statistics without a
       // wait. So it may begin only when the preprocess is over: behind the wait above.
       platform::let_next_begin();

@@ -27,7 +27,7 @@ struct DqKernel {
     const BwdParams& params = arguments.params;
     if constexpr (has_sequences(kMask)) {  // the grid is as large as there may be tiles
       if (platform::cta_index() >= arguments.template tile_count<kMask>()) {
-        hopper::wait_for_kernel_before();  // as at the end of a tile, below
+        platform::wait_for_kernel_before();  // as at the end of a tile, below
         return;
       }
     }
@@ -49,7 +49,7 @@ struct DqKernel {
         Producer(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
         // Nothing above needs it. But what follows in the stream waits for this kernel alone: it
         // ends behind the main kernel.
-        hopper::wait_for_kernel_before();
+        platform::wait_for_kernel_before();
       }
       return;
     }
