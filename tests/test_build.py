@@ -197,7 +197,8 @@ def test_a_second_clone_compiles_nothing(
         command = ["g++", "-g1", "-Isources", "-x", "c++"]
         if cuda and compiler == "nvcc":
             command = [f"{build_library.link('cuda', cuda.root)}/bin/nvcc", "-Isources"]
-            command += ["-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"]
+            command += ["-gencode=arch=compute_80,code=[sm_80,compute_80]"]
+            command += ["-gencode=arch=compute_90,code=sm_90"]
         build_library.write("sources/a.h", header)
         build_library.write("sources/a.cu", '#include "a.h"\n')
         rule = build_library.compile_rule("compile", command)

@@ -11,6 +11,7 @@ import pytest
 import support
 import torch
 from support import DEVICES, GPU_KERNELS, nan_in_new_memory, poisoned, random_inputs
+from test_gpu import launched
 from test_options import DIFFERENTIABLE, SOME, as_reference, random_options
 
 import flash_cute
@@ -240,21 +241,24 @@ def test_nothing_synchronises():
         torch.cuda.set_sync_debug_mode("default")
 
 
-#: Lengths of three sequences of at most 400 tokens together: even, one long, short ones.
+#: Lengths of three sequences of at most 400 tokens together: even, one long, short ones. With 20
+#: times as many tokens Hopper's forward has a list of tiles, too.
 REPLAYED = ([100, 150, 150], [400, 0, 0], [1, 1, 398], [0, 33, 7], [0, 0, 0])
 
 
+@pytest.mark.parametrize("times", [1, 20])
 @pytest.mark.parametrize("mode", ["forward", "training", "deterministic training"])
 @GPU_KERNELS
 @pytest.mark.gpu
-def test_cuda_graph_with_other_lengths(kernels, mode):
+def test_cuda_graph_with_other_lengths(kernels, mode, times):
     """Captured once; replays find lengths, queries in use and values as they then are."""
+    replayed = [[times * n for n in lengths] for lengths in REPLAYED]
     is_training, deterministic = mode != "forward", "deterministic" in mode
     dtype = torch.bfloat16
-    q, k, v, dout = (torch.randn(400, heads, 64, device="cuda", dtype=dtype)
+    q, k, v, dout = (torch.randn(400 * times, heads, 64, device="cuda", dtype=dtype)
                      for heads in (4, 2, 2, 4))  # fmt: skip
     inputs = [x.requires_grad_(is_training) for x in (q, k, v)]
-    ends, used = ends_of(REPLAYED[0], "cuda"), torch.zeros(3, device="cuda", dtype=torch.int32)
+    ends, used = ends_of(replayed[0], "cuda"), torch.zeros(3, device="cuda", dtype=torch.int32)
 
     def step():
         out, lse = flash_cute.forward_varlen(
@@ -275,7 +279,9 @@ def test_cuda_graph_with_other_lengths(kernels, mode):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for lengths in (*REPLAYED[1:], REPLAYED[0]):
+    if times > 1:
+        assert any("BlocksKernel" in name for name in launched(step))
+    for lengths in (*replayed[1:], replayed[0]):
         ends.copy_(ends_of(lengths))
         used.copy_(torch.tensor([max(0, n - 1) for n in lengths]))
         with torch.no_grad():

@@ -181,8 +181,9 @@ def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     kernel = re.match(r"\w+?_(sm\d+)_hdim(\d+)_([a-z\d]+)", source.name)
     if kernel and kernel[1] == "sm90":
         return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *_macros(source.stem)])
-    # PTX of sm_80 cannot say that a kernel overlaps another one (common/grid.h).
-    overlapping = ["sm_90"] if source.name == "launch.cu" and "sm_90" in code else []
+    # PTX of compute_80 cannot say that a kernel overlaps another one (common/grid.h).
+    overlaps = source.parent.name in ("blocks", "combine")
+    overlapping = ["sm_90"] if overlaps and "sm_90" in code else []
     old = ",".join(item for item in code if item not in (*overlapping, SM90_CODE))
     flags = [f"-gencode=arch=compute_80,code=[{old}]"]
     flags += [f"-gencode=arch=compute_90,code={item}" for item in overlapping]

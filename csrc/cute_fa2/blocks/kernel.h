@@ -178,7 +178,8 @@ struct BlocksKernel {
       const bool exists = block >= 0 && row0 < length;
       const BlockRange seen = exists ? seen_of(params, request, sequence, row0) : BlockRange{0, 0};
       const SequenceBlock rows = {exists ? batch : -1, first + row0,
-                                  cute::min(request.rows, length - row0), seen.end - seen.begin};
+                                  cute::min(request.rows, length - row0),
+                                  cute::max(0, seen.end - seen.begin)};
       visit(place, block, rows, sequence, seen);
     }
   }
@@ -191,8 +192,7 @@ struct BlocksKernel {
     if (request.of_keys) {
       return row_blocks_that_see(mask, row0, row_end, sequence.len_q, request.other_rows);
     }
-    const bool sees_any = mask.begin(row0) < mask.end(row_end - 1);
-    return sees_any ? mask.visible_blocks(row0, row_end, request.other_rows) : BlockRange{0, 0};
+    return key_blocks_seen_by(mask, row0, row_end, request.other_rows);
   }
 
   static CUTE_DEVICE int bucket_of(const BlockRequest& request, BlockRange seen) {

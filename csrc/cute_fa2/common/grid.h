@@ -24,18 +24,20 @@ __global__ void __launch_bounds__(Kernel::Traits::kThreads, Kernel::Traits::kMin
 // Runs Kernel::run(arguments, shared memory) in each thread of `ctas` CTAs. `overlaps`: its CTAs
 // may begin once all those of the kernel before have called platform::let_next_begin or ended, so
 // its launch costs less. Each calls platform::wait_for_kernel_before, ahead of what it reads of it,
-// or at its end. Where the code is too old to wait, nothing overlaps.
+// or at its end. Code from PTX older than sm_90's cannot wait: then nothing overlaps.
 template <class Kernel>
 void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int device,
               cudaStream_t stream, bool overlaps = false) {
   using Traits = typename Kernel::Traits;
   constexpr int kSmemBytes = sizeof(typename Traits::SharedMemory);
   static DeviceFlags is_known, can_wait;
+  bool waits = can_wait.test(device);
   if (!is_known.test(device)) {
     cudaFuncAttributes code{};
     check_cuda(cudaFuncGetAttributes(&code, flash_cute_kernel<Kernel>));
-    if (code.ptxVersion >= 90) can_wait.set(device);  // it was compiled for sm_90 or later
-    if constexpr (kSmemBytes > 48 * 1024) {           // CUDA wants to be asked
+    waits = code.ptxVersion >= 90;
+    if (waits) can_wait.set(device);
+    if constexpr (kSmemBytes > 48 * 1024) {  // CUDA wants to be asked
       check_cuda(cudaFuncSetAttribute(flash_cute_kernel<Kernel>,
                                       cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes));
     }
@@ -50,7 +52,7 @@ void run_grid(const typename Kernel::Arguments& arguments, int64_t ctas, int dev
   config.dynamicSmemBytes = kSmemBytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = overlaps && can_wait.test(device) ? 1 : 0;
+  config.numAttrs = overlaps && waits ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, flash_cute_kernel<Kernel>, arguments));
 }
 

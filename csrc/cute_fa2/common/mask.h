@@ -75,7 +75,8 @@ class Mask {
     return end(row_origin) < key_origin + keys || begin(row_origin + rows - 1) > key_origin;
   }
 
-  // The inverse: where `rows` rows may begin for which `cuts` is false. For rows that are queries.
+  // The inverse of `cuts`: the rows at which a tile of `rows` x `keys` may begin uncut. For rows
+  // that are queries, and keys from key_begin on.
   CUTE_DEVICE BlockRange uncut_origins(int rows, int key_origin, int keys) const {
     static_assert(std::is_same_v<Rows, UnpackedRows> && kKind != MaskKind::kFull);
     const int last_key = key_origin + keys - 1;
@@ -135,6 +136,16 @@ CUTE_DEVICE BlockRange row_blocks_that_see(const TileMask& mask, int key_begin, 
   const int row0 = (rows.end - 1) * block_m, row_end = cute::min(row0 + block_m, len_q);
   if (mask.begin(row0) >= key_end || mask.end(row_end - 1) <= key_begin) --rows.end;
   return rows;
+}
+
+// The other way: the key blocks of which any of the rows sees a key. The two have to agree exactly,
+// as dQ of a block of rows is made when so many tiles have added to it (DqAdder). With more it
+// would never be made, with fewer too early.
+template <class TileMask>
+CUTE_DEVICE BlockRange key_blocks_seen_by(const TileMask& mask, int row_begin, int row_end,
+                                          int block_n) {
+  if (mask.begin(row_begin) >= mask.end(row_end - 1)) return {0, 0};
+  return mask.visible_blocks(row_begin, row_end, block_n);
 }
 
 }  // namespace flash_cute

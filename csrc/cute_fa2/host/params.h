@@ -93,7 +93,7 @@ struct alignas(16) SequenceBlock {
   int batch;  // the sequence; -1: there is no such block
   int first;  // the first one in q (or k)
   int count;
-  int seen;  // how many blocks of the other side they see (or see them)
+  int seen;  // how many blocks of the other side they see (or see them); exact, as DqAdders counts
 };
 
 // A tile of such rows (or keys), with all that a kernel has to know of its sequence.

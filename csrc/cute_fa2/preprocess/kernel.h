@@ -94,15 +94,13 @@ struct PreprocessKernel {
     }
 
     if (params.workspace.adders) {
-      // How many tiles of keys add to this block: those whose QueryWalk has it
-      // (row_blocks_that_see). With more its dQ would never be made, with fewer too early.
       int expected = rows.seen;
       if (!is_packed) {  // a band serves every mask
         const Mask<MaskKind::kBanded, UnpackedRows> mask(
             params, Sequence::of<MaskKind::kBanded>(params, batch), UnpackedRows{});
-        const int row_end = row0 + rows.count;
-        const BlockRange tiles = mask.visible_blocks(row0, row_end, arguments.block_n);
-        expected = mask.begin(row0) < mask.end(row_end - 1) ? tiles.end - tiles.begin : 0;
+        const BlockRange seen =
+            key_blocks_seen_by(mask, row0, row0 + rows.count, arguments.block_n);
+        expected = seen.end - seen.begin;
       }
       if (thread == 0) {
         DqAdders& adders = params.workspace.adders[block];

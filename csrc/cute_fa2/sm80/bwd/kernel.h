@@ -119,7 +119,7 @@ struct ConvertKernel {
     int rows;
     int columns;
     float factor;
-    const SequenceBlock* in_place;  // packed sequences: which block of rows a tile is; else null
+    const SequenceBlock* in_place;  // packed sequences: the rows of each tile; else null
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
@@ -130,11 +130,11 @@ struct ConvertKernel {
     arguments.heads(batch, head, batch_head);
     int first = 0, rows = arguments.rows;
     if (arguments.in_place) {
-      const SequenceBlock of_sequence = arguments.in_place[block];
-      if (of_sequence.batch < 0) return;
-      batch = of_sequence.batch;
-      first = of_sequence.first;
-      rows = of_sequence.count;
+      const SequenceBlock of_tile = arguments.in_place[block];
+      if (of_tile.batch < 0) return;
+      batch = of_tile.batch;
+      first = of_tile.first;
+      rows = of_tile.count;
       block = 0;
     }
     auto sum = partition_fragment_C(TiledMma{}, Shape{});

@@ -3,7 +3,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "common/sequence.h"
+#include "common/gradient.h"
 #include "sm90/bwd/adder.h"
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/pipeline.h"
@@ -58,20 +58,15 @@ class FinishedDq {
       int batch_head, m_block, batch, head;
       arguments_.m_blocks(batch_head, m_block, index);
       arguments_.heads_q(batch, head, batch_head);
-      SequenceBlock rows;
+      const int row0 = m_block * Traits::kBlockM;
+      SequenceBlock rows = {batch, row0, params_.len_q - row0};
       if constexpr (has_sequences(kMask)) rows = params_.row_blocks.in_place[m_block];
       typename WarpgroupSums::Rows<Traits::kHeadDim> sums;  // in flight while that is looked at
       WarpgroupSums::load_rows<Traits::kHeadDim>(params_.workspace.dq + int64_t{index} * kSize,
                                                  sums);
-      GradientPlace place = {params_.dq, batch, head, 0, params_.len_q, params_.head_dim};
-      int row0 = m_block * Traits::kBlockM;
-      if constexpr (has_sequences(kMask)) {
-        place.batch = rows.batch;
-        place.first = rows.first;
-        place.rows = rows.count;
-        row0 = 0;
-      }
-      WarpgroupSums::store_rounded<typename Traits::Element, Traits::kHeadDim>(sums, place, row0,
+      const GradientPlace place = {params_.dq, rows.batch, head,
+                                   rows.first, rows.count, params_.head_dim};
+      WarpgroupSums::store_rounded<typename Traits::Element, Traits::kHeadDim>(sums, place,
                                                                                params_.scale.scale);
       index = next;
     }

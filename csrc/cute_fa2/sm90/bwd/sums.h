@@ -79,14 +79,14 @@ class WarpgroupSums {
                  cute::make_tensor(sums.data() + i, cute::Shape<cute::_4>{}));
     }
   }
-  // Those as elements, rounded, from row `row0` of the place on.
+  // Those as elements, rounded, from the first row of the place on.
   template <class Element, int kColumns>
   static CUTE_DEVICE void store_rounded(const Rows<kColumns>& sums, const GradientPlace& place,
-                                        int row0, float factor) {
+                                        float factor) {
     using namespace cute;
     const int thread = hopper::thread_in_warpgroup_here();
     const int warp = thread / 32, lane = thread % 32;
-    const int row = row0 + warp * kWarpRows + lane % 8;
+    const int row = warp * kWarpRows + lane % 8;
     const TensorView<void*>& view = place.view;
     Element* const to = static_cast<Element*>(view.data) + place.batch * view.stride_batch +
                         place.head * view.stride_head + (place.first + row) * view.stride_row;

@@ -59,13 +59,14 @@ class TransposedScores {
   }
 
   // Whether the mask hides any key of this tile from the kBlockM query rows from `row0` on. Asked
-  // ahead of the wait for S: the sequence may be in shared memory.
+  // ahead of the wait for S.
   CUTE_DEVICE bool is_cut(int row0) const {
-    if constexpr (kMask != MaskKind::kFull) {
+    if constexpr (kMask == MaskKind::kFull) {
+      const TileMask mask(params_, sequence_, UnpackedRows{});
+      return mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys);
+    } else {
       return row0 < uncut_.begin || row0 >= uncut_.end;
     }
-    const TileMask mask(params_, sequence_, UnpackedRows{});
-    return mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys);
   }
 
   // Whether the sequence reaches into these keys.
