@@ -373,3 +373,19 @@ def check_gradients(
     )  # fmt: skip
     assert result.passed, str(result)
     return gradients
+
+
+def launched(function) -> list[str]:
+    """The names of all that `function` puts on the GPU: kernels, copies, fills."""
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        function()
+        torch.cuda.synchronize()
+    return [
+        event.name
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]

@@ -22,6 +22,7 @@ from support import (
     LARGE_HEAD_DIMS,
     check,
     gpu_archs,
+    launched,
     poisoned,
     random_inputs,
     run,
@@ -40,22 +41,6 @@ SMALL_SHARED_MEMORY = 101376
 
 def gpu_inputs(*sizes: int, **options):
     return random_inputs(*sizes, **{"dtype": BF16, "device": "cuda", **options})
-
-
-def launched(function) -> list[str]:
-    """The names of all that `function` puts on the GPU: kernels, copies, fills."""
-    from torch.profiler import ProfilerActivity, profile
-
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        function()
-        torch.cuda.synchronize()
-    return [
-        event.name
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
 
 
 @GPU_KERNELS

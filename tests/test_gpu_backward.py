@@ -17,12 +17,13 @@ from support import (
     LARGE_HEAD_DIMS,
     check_gradients,
     gpu_has_sm90,
+    launched,
     poisoned,
     random_inputs,
     run,
     tuning_of,
 )
-from test_gpu import launched, needs_memory, peak_memory
+from test_gpu import needs_memory, peak_memory
 
 import flash_cute
 from flash_cute import ops, tolerance

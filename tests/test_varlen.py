@@ -10,8 +10,14 @@ import random
 import pytest
 import support
 import torch
-from support import DEVICES, GPU_KERNELS, nan_in_new_memory, poisoned, random_inputs
-from test_gpu import launched
+from support import (
+    DEVICES,
+    GPU_KERNELS,
+    launched,
+    nan_in_new_memory,
+    poisoned,
+    random_inputs,
+)
 from test_options import DIFFERENTIABLE, SOME, as_reference, random_options
 
 import flash_cute
