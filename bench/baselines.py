@@ -250,16 +250,15 @@ def _bind_flex(
         return score + bias[0, h, q_index, kv_index]
 
     score_mod = {"": None, "softcap": softcap, "alibi": alibi}.get(case.score, add_bias)
-    if case.documents:
-        dense = (x.transpose(0, 1)[None] for x in (q, k, v))
-        q, k, v = dense
     mask = None
     if case.causal and not case.causal_is_full:
         mask = create_block_mask(causal_mask, None, None, case.q_len, case.kv_len, q.device)
     grouped = case.heads != case.kv_heads
 
     def call() -> Result:
-        out = compiled(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=grouped)
+        # Here, so that gradients find their way back to the packed inputs.
+        inputs = [x.transpose(0, 1)[None] for x in (q, k, v)] if case.documents else [q, k, v]
+        out = compiled(*inputs, score_mod=score_mod, block_mask=mask, enable_gqa=grouped)
         return (out[0].transpose(0, 1) if case.documents else out), None
 
     return call
