@@ -2,6 +2,7 @@
 
     pip install --no-deps --target /tmp/old OLD.whl; pip install --no-deps --target /tmp/new NEW.whl
     python -m bench.compare_wheels /tmp/old /tmp/new --json wheels.json
+    python -m bench.compare_wheels /tmp/old /tmp/new --suite prefill
     python -m bench.compare_wheels /tmp/old /tmp/new --host-time
 
 Of each point the medians over a wheel's processes are compared. The exit status is 1 where the new
@@ -35,24 +36,25 @@ Medians = dict[str, float]
 
 
 @torch.no_grad()
-def measure(host_time: bool) -> Medians:
-    """What a process measures, of the flash_cute that it finds. Only `forward` is called."""
+def measure(suite: str | None) -> Medians:
+    """What a process measures, of the flash_cute that it finds: the forwards of a suite, or without
+    one the host time of a call."""
     device = default_device()
     wake_up(device)
-    if host_time:
+    if suite is None:
         rows = measure_host_time([PROVIDERS["flash_cute"], PROVIDERS["fa2"]], Options(device))
         return {f"{r['name']}, {r['provider']}": r["host_us"] for r in rows if not r["grad_mode"]}
     timer, medians = Timer(device), {}
-    for case in SUITES["train"]():
+    for case in filter(lambda case: case.op == "fwd", SUITES[suite]()):
         call = PROVIDERS["flash_cute"].bind(case, *make_inputs(case, device))
         medians[case.name] = statistics.median(timer(call, WARMUP + CALLS)[WARMUP:])
     return medians
 
 
-def process(folder: Path, host_time: bool) -> Medians:
+def process(folder: Path, suite: str | None) -> Medians:
     """`measure` in a process of its own, which takes the flash_cute in `folder`."""
     command = [sys.executable, "-m", "bench.compare_wheels", "--worker", str(folder)]
-    command += ["--host-time"] if host_time else []
+    command += ["--suite", suite] if suite else ["--host-time"]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True, check=True
@@ -61,12 +63,12 @@ def process(folder: Path, host_time: bool) -> Medians:
     return medians
 
 
-def worker(folder: Path, host_time: bool) -> None:
+def worker(folder: Path, suite: str | None) -> None:
     import flash_cute
 
     found = Path(flash_cute.__file__).resolve()
     assert found.is_relative_to(folder), f"{found} is not in {folder}"
-    print(json.dumps(measure(host_time)))
+    print(json.dumps(measure(suite)))
 
 
 def summarize(old: list[Medians], new: list[Medians]) -> list[dict[str, Any]]:
@@ -85,33 +87,38 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("folders", nargs="+", type=lambda text: Path(text).resolve(),
                         metavar="FOLDER", help="old and new: each has a flash_cute")  # fmt: skip
-    parser.add_argument("--host-time", action="store_true", help="of a call, beside SDPA flash")
+    with_forwards = sorted(name for name, cases in SUITES.items()
+                           if any(case.op == "fwd" for case in cases()))  # fmt: skip
+    parser.add_argument("--suite", choices=with_forwards, default="train",
+                        help="whose forwards are timed (default train)")  # fmt: skip
+    parser.add_argument("--host-time", action="store_const", const=None, dest="suite",
+                        help="of a call, beside SDPA flash")  # fmt: skip
     parser.add_argument("--processes", type=int, default=7, help="of each wheel (default 7)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="save all medians")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
-        worker(args.folders[0], args.host_time)
+        worker(args.folders[0], args.suite)
         return 0
     if len(args.folders) != 2:
         parser.error("two folders are compared")
     samples: list[list[Medians]] = [[], []]
     for turn in range(args.processes):
         for wheel in turn_order([0, 1], turn):
-            samples[wheel].append(process(args.folders[wheel], args.host_time))
+            samples[wheel].append(process(args.folders[wheel], args.suite))
     rows = summarize(*samples)
-    unit = "us" if args.host_time else "ms"
+    unit = "ms" if args.suite else "us"
     lines = [[r["point"], *(f"{r[k]:.4g}" for k in ("old", "new")), f"{r['ratio']:.3f}"]
              for r in rows]  # fmt: skip
     print(grid([f"medians, {unit}", "old", "new", "old/new"], lines))
     if args.json:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        meta = {"gpu": gpu, "torch": torch.__version__, "unit": unit}
+        meta = {"gpu": gpu, "suite": args.suite, "torch": torch.__version__, "unit": unit}
         args.json.write_text(json.dumps({"meta": meta, "rows": rows, "samples": samples}) + "\n")
     ratios = [row["ratio"] for row in rows]
     mean, least = geometric_mean(ratios), min(ratios)
     print(f"new to old: geometric mean {mean:.4f}, lowest {least:.4f}, of {len(rows)} points")
-    return int(not args.host_time and (mean < LEAST_MEAN or least < LEAST))
+    return int(args.suite is not None and (mean < LEAST_MEAN or least < LEAST))
 
 
 if __name__ == "__main__":

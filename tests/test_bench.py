@@ -471,7 +471,7 @@ def test_wheels_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """The new one has a process that was disturbed, which its median leaves out."""
     taken, path = [], tmp_path / "wheels.json"
 
-    def process(folder: Path, host_time: bool) -> compare_wheels.Medians:
+    def process(folder: Path, suite: str | None) -> compare_wheels.Medians:
         taken.append(folder.name)
         slow = folder.name == "new" and len(taken) == 2
         old = {"a": 1.0, "b": 2.0}
@@ -489,8 +489,9 @@ def test_wheels_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_a_wheel_is_measured_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "default_device", lambda: CPU)
-    monkeypatch.setitem(SUITES, "train", lambda: [small(dtype="fp16")])
-    medians = compare_wheels.measure(host_time=False)
+    cases = [small(dtype="fp16"), small(dtype="fp16", op="bwd")]
+    monkeypatch.setitem(SUITES, "prefill", lambda: cases)
+    medians = compare_wheels.measure("prefill")
     assert list(medians) == [small(dtype="fp16").name] and min(medians.values()) > 0
 
 
