@@ -91,6 +91,11 @@ TUNING = "arch", "splits", "smem_limit"
          ("sm90", 128, 128, 1, 1, 64, 2, 1, 128, 0, HEADS)),
         ("H100", (1, 8, 8, 77, 77, 80), CAUSAL,
          ("sm90", 192, 64, 1, 1, 8, 3, 8, 24, 0, SEQUENCE)),
+        # In two rounds, unless the keys are few.
+        ("H100", (1, 16, 16, 1024, 1024, 64), CAUSAL,
+         ("sm90", 128, 128, 1, 1, 128, 2, 16, 132, 0, SEQUENCE)),
+        ("H100", (1, 32, 32, 512, 512, 128), CAUSAL,
+         ("sm90", 128, 128, 1, 1, 0, 1, 32, 128, 0, SEQUENCE)),
         # Decoding: packed heads, split-KV.
         ("H100", (1, 32, 8, 1, 32768, 128), CAUSAL,
          ("sm90", 128, 128, 16, 4, 0, 1, 1, 128, 266240, HEADS)),

@@ -88,6 +88,11 @@ BACKWARD_SM90 = [
     Fault("bwd90-dq-complete", "", "has not waited for"),
     Fault("bwd90-claim", "= platform::fetch_add(waiting, 1) - 1", "nobody has written"),
     Fault("bwd90-order", "return index < tiles - first ? index + first : index;", "launch reads"),
+    Fault(
+        "bwd90-walk",
+        "return {m_block == rows_.end - 1 ? block.head + 1 : block.head, m_block};",
+        f"{WRONG}|nobody has written",
+    ),
     Fault("bwd90-rest", "= FinishedBlocks::kNone", "nobody has written"),
 ]
 PACKED = [

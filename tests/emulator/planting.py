@@ -67,11 +67,11 @@ def run_cases(emulator: Emulator) -> None:
 
 
 def run_backward_cases(emulator: Emulator) -> None:
-    def check(heads, heads_kv, len_q, len_k, head_dim=64, **options):
+    def check(heads, heads_kv, len_q, len_k, head_dim=64, causal=True, **options):
         tensors = random_inputs(
             1, heads, len_q, head_dim, heads_kv=heads_kv, len_k=len_k, dtype=torch.bfloat16
         )
-        emulator.check_backward(*map(poisoned, tensors), True, has_dlse=True, **options)
+        emulator.check_backward(*map(poisoned, tensors), causal, has_dlse=True, **options)
 
     check(2, 1, 150, 200, head_splits=1)  # several blocks of queries and of keys
     if emulator.arch == 80:  # one stage; chunks
@@ -79,6 +79,7 @@ def run_backward_cases(emulator: Emulator) -> None:
         check(1, 1, 150, 200, head_dim=320)
     else:
         check(2, 1, 500, 500, head_dim=128, seed=1)
+        check(2, 1, 250, 200, causal=False)  # tiles begin at other rows
         check(2, 1, 150, 500, deterministic=True, seed=1)
         check(41, 41, 10, 200)  # heads in two groups
         for seed in range(20):

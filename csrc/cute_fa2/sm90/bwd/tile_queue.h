@@ -63,7 +63,11 @@ struct TileQueue {
         tile.at = placed.at;
         tile.sequence = placed.sequence;
         tile.first_index = placed.first_index;
-        tile.walk = QueryWalk(arguments, placed.at, seen<kMask, kBlockM, kBlockN>(params, placed));
+        // Tiles side by side begin as far apart as their keys lie: at the same rows they would add
+        // to the same sums at once. A band's tiles end apart as it is.
+        constexpr bool kStaggers = kMask != MaskKind::kBanded;
+        tile.walk = QueryWalk(arguments, placed.at, seen<kMask, kBlockM, kBlockN>(params, placed),
+                              kStaggers ? placed.at.m_block * (kBlockN / kBlockM) : 0);
       }
       full[stage].arrive();
       if (is_last) return;
