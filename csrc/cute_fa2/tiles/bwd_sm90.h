@@ -36,6 +36,11 @@ struct BwdConfigSm90 {
     return is_one_pass() ? consumers * kConsumerKeys : kConsumerKeys;
   }
   constexpr WarpgroupRoles roles() const { return {consumers}; }
+  // Whether tiles side by side begin at other rows (StaggeredWalk). It pays where dQ's sums keep L2
+  // busy. Under a band tiles end apart as it is.
+  constexpr bool staggers(MaskKind mask) const {
+    return is_one_pass() && head_dim > 64 && (mask == MaskKind::kFull || mask == MaskKind::kPacked);
+  }
   // K, V, Q and dO; one pass: dS, each consumer's dQ; by roles: P; the rows' statistics and
   // barriers, in whole KB.
   constexpr int smem_bytes(int element_bytes) const {

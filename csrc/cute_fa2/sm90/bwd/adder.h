@@ -22,6 +22,7 @@ namespace flash_cute::sm90 {
 template <class Traits>
 class DqAdder {
   using SharedMemory = typename Traits::SharedMemory;
+  using Walk = typename Traits::Walk;
   static constexpr int kSize = decltype(cute::size(typename Traits::ShapeQ{}))::value;
 
  public:
@@ -35,8 +36,8 @@ class DqAdder {
         consumer_(consumer) {}
 
   // The parts of one tile.
-  CUTE_DEVICE void run(const KeyTile& tile) {
-    const QueryWalk& walk = tile.walk;
+  CUTE_DEVICE void run(const KeyTile<Walk>& tile) {
+    const Walk& walk = tile.walk;
     int list = FinishedBlocks::kNone;
     int kept = 0;
     int turn = 0;  // the consumer that computes this block's dQ: BwdMainloop::dq_consumer_

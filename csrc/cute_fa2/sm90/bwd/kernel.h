@@ -56,12 +56,12 @@ struct BwdKernel {
       if (hopper::is_first_thread()) {
         BwdProducer<Traits, has_sequences(kMask)> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
-            arguments, [&](const KeyTile& tile) { producer.run(tile); });
+            arguments, [&](const auto& tile) { producer.run(tile); });
       } else if (arguments.dq_by == DqBy::kSums && hopper::is_first_lane()) {
         const int consumer = hopper::thread_in_warpgroup() / 32 - 1;  // whose dQ the warp adds
         if (consumer >= Traits::kConsumers) return;
         DqAdder<Traits> adder(arguments, smem, consumer);
-        smem.queue.template take<true>([&](const KeyTile& tile) { adder.run(tile); });
+        smem.queue.template take<true>([&](const auto& tile) { adder.run(tile); });
         adder.take_rest();
       }
     } else {
@@ -71,7 +71,7 @@ struct BwdKernel {
       // ((2, 2, kHeadDim / 8), 1, 1), and of kHeadDimV
       auto tdKrdK = partition_fragment_C(typename Traits::MmaDk{}, typename Traits::ShapeDk{});
       auto tdVrdV = partition_fragment_C(typename Traits::MmaDv{}, typename Traits::ShapeDv{});
-      smem.queue.template take<false>([&](const KeyTile& key_tile) {
+      smem.queue.template take<false>([&](const auto& key_tile) {
         const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
         const Sequence& sequence = key_tile.template sequence_of<kMask>(params);
         Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);

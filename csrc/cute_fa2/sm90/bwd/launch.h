@@ -70,7 +70,7 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
       PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group)};
   constexpr bool kReadsBias = kMask == MaskKind::kScored && kEntry.bias;
   if constexpr (kEntry.keys.is_one_pass()) {
-    using Traits = BwdTraits<kDType, kEntry.keys, kReadsBias>;
+    using Traits = BwdTraits<kDType, kEntry.keys, kReadsBias, kEntry.keys.staggers(kMask)>;
     launch_keys<Traits, BwdKernel<Traits, kMask>>(plan, arguments, device, stream);
   } else {
     using Traits = DkvTraits<kDType, kEntry.keys, kReadsBias>;

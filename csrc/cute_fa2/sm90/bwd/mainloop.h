@@ -31,6 +31,7 @@ template <class Traits, MaskKind kMask>
 class BwdMainloop {
   using Element = typename Traits::Element;
   using SharedMemory = typename Traits::SharedMemory;
+  using Walk = typename Traits::Walk;
   using MmaSt = typename Traits::MmaSt;
   using MmaDq = typename Traits::MmaDq;
   using ShapeSt = typename Traits::ShapeSt;
@@ -64,7 +65,7 @@ class BwdMainloop {
 
   // Leaves the sums in tdKrdK, ((2, 2, kHeadDim / 8), 1, 1), and tdVrdV, likewise of kHeadDimV.
   template <class Dk, class Dv>
-  CUTE_DEVICE void run(const QueryWalk& walk, Dk& tdKrdK, Dv& tdVrdV) {
+  CUTE_DEVICE void run(const Walk& walk, Dk& tdKrdK, Dv& tdVrdV) {
     using namespace cute;
     clear(tdKrdK);
     clear(tdVrdV);
@@ -135,8 +136,8 @@ class BwdMainloop {
   // One block of query rows, and dQ of the block `before`. `lse`, where it is loaded early: of
   // the block; then of the next. `next`: becomes the next block. Returns whether there is none.
   template <class Dk, class Dv>
-  CUTE_DEVICE bool step(const QueryWalk& walk, QueryBlock block, QueryBlock before,
-                        QueryBlock& next, typename Scores::OfRows& lse, Dk& tdKrdK, Dv& tdVrdV) {
+  CUTE_DEVICE bool step(const Walk& walk, QueryBlock block, QueryBlock before, QueryBlock& next,
+                        typename Scores::OfRows& lse, Dk& tdKrdK, Dv& tdVrdV) {
     using namespace cute;
     auto tSrS = partition_fragment_C(MmaSt{}, ShapeSt{});   // ((2, 2, kBlockM / 8), 1, 1)
     auto tSrDp = partition_fragment_C(MmaSt{}, ShapeSt{});  // ((2, 2, kBlockM / 8), 1, 1)
@@ -243,7 +244,7 @@ class BwdMainloop {
 
   // A step of a consumer whose keys are all behind the sequence's end: it hands over a dS of zeros.
   // No wgmma is in flight from one step to the next, so there may be a branch around it.
-  CUTE_DEVICE bool step_over(const QueryWalk& walk, QueryBlock block, QueryBlock before,
+  CUTE_DEVICE bool step_over(const Walk& walk, QueryBlock block, QueryBlock before,
                              QueryBlock& next) {
     using namespace cute;
     hopper::sync_warp();  // all lanes have read the statistics, and are past the waits for the rows

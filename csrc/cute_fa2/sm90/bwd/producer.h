@@ -22,6 +22,8 @@ enum class Loads { kAll, kKAndQ, kVAndDout };
 template <class Traits, bool kIsPacked, Loads kLoads = Loads::kAll>
 class BwdProducer {
   using SharedMemory = typename Traits::SharedMemory;
+  using Walk = typename Traits::Walk;
+  using KeyTile = sm90::KeyTile<Walk>;
 
  public:
   CUTE_DEVICE BwdProducer(const BwdArguments& arguments, SharedMemory& smem)
@@ -29,7 +31,7 @@ class BwdProducer {
 
   // Loads for one tile.
   CUTE_DEVICE void run(const KeyTile& tile) {
-    const QueryWalk& walk = tile.walk;
+    const Walk& walk = tile.walk;
     if (walk.is_empty()) return;
     const BwdParams& params = arguments_.params;
     const int key0 = tile.at.m_block * Traits::kBlockN;

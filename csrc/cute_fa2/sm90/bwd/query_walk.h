@@ -1,6 +1,6 @@
-// The walk of a tile of keys over the query rows that see them, a block at a time: in each query
-// head of its group, downwards from a first block, and behind block 0 from the last one down to
-// where it began. The producer makes it, the others read it from the queue of tiles.
+// The walk of a tile of keys over the query rows that see them: in each query head of its group,
+// from the last block to the first. The producer makes it, the others read it from the queue of
+// tiles.
 #pragma once
 
 #include <cute/config.hpp>
@@ -22,8 +22,7 @@ struct QueryBlock {
 class QueryWalk {
  public:
   // `rows`: the blocks that see keys of the tile. DqAdder counts on it that each of them does.
-  // The first is `ahead` of the last of them, modulo how many there are.
-  CUTE_DEVICE QueryWalk(const BwdArguments& arguments, TileCoord tile, BlockRange rows, int ahead)
+  CUTE_DEVICE QueryWalk(const BwdArguments& arguments, TileCoord tile, BlockRange rows)
       : first_head_(tile.head * arguments.params.group_size +
                     tile.split * arguments.heads_of_split),
         end_head_(cute::min(first_head_ + arguments.heads_of_split,
@@ -31,20 +30,39 @@ class QueryWalk {
         rows_(rows) {
     // dQ is stored everywhere.
     if (arguments.dq_by == DqBy::kTile) rows_ = {0, arguments.params.m_blocks};
-    first_block_ = rows_.end - 1 - ahead % cute::max(1, rows_.end - rows_.begin);
   }
 
   CUTE_DEVICE bool is_empty() const { return rows_.end <= rows_.begin; }
-  CUTE_DEVICE QueryBlock first() const { return {first_head_, first_block_}; }
+  CUTE_DEVICE QueryBlock first() const { return {first_head_, rows_.end - 1}; }
   CUTE_DEVICE bool has(QueryBlock block) const { return block.head < end_head_; }
+  CUTE_DEVICE QueryBlock next(QueryBlock block) const {
+    if (block.m_block > rows_.begin) return {block.head, block.m_block - 1};
+    return {block.head + 1, rows_.end - 1};
+  }
+
+ protected:
+  int first_head_, end_head_;
+  BlockRange rows_;
+};
+
+// The same from a block of the tile's own down to the first, and then from the last one. Tiles side
+// by side begin as many blocks of rows apart as they have of keys. So fewer add to the sums of one
+// block of dQ at a time.
+class StaggeredWalk : public QueryWalk {
+ public:
+  CUTE_DEVICE StaggeredWalk(const BwdArguments& arguments, TileCoord tile, BlockRange rows,
+                            int blocks_of_keys)
+      : QueryWalk(arguments, tile, rows),
+        first_block_(rows_.end - 1 -
+                     tile.m_block * blocks_of_keys % cute::max(1, rows_.end - rows_.begin)) {}
+
+  CUTE_DEVICE QueryBlock first() const { return {first_head_, first_block_}; }
   CUTE_DEVICE QueryBlock next(QueryBlock block) const {
     const int m_block = block.m_block > rows_.begin ? block.m_block - 1 : rows_.end - 1;
     return {m_block == first_block_ ? block.head + 1 : block.head, m_block};  // fault: bwd90-walk
   }
 
  private:
-  int first_head_, end_head_;
-  BlockRange rows_;
   int first_block_;
 };
 

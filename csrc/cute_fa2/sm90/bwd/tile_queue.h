@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/config.hpp>
+#include <type_traits>
 
 #include "common/mask.h"
 #include "common/platform.h"
@@ -15,10 +16,11 @@
 
 namespace flash_cute::sm90 {
 
+template <class Walk>
 struct KeyTile {
   int index;  // or -1 behind the last
   TileCoord at;
-  QueryWalk walk;
+  Walk walk;
   Sequence sequence;
   int first_index;  // of its blocks of rows (BwdArguments::PlacedTile)
 
@@ -34,7 +36,9 @@ struct KeyTile {
 };
 
 // In shared memory.
+template <class Walk>
 struct TileQueue {
+  using KeyTile = sm90::KeyTile<Walk>;
   static constexpr int kStages = 2;
   KeyTile tiles[kStages];
   hopper::Barrier full[kStages];   // the tile is there
@@ -63,11 +67,12 @@ struct TileQueue {
         tile.at = placed.at;
         tile.sequence = placed.sequence;
         tile.first_index = placed.first_index;
-        // Tiles side by side begin as far apart as their keys lie: at the same rows they would add
-        // to the same sums at once. A band's tiles end apart as it is.
-        constexpr bool kStaggers = kMask != MaskKind::kBanded;
-        tile.walk = QueryWalk(arguments, placed.at, seen<kMask, kBlockM, kBlockN>(params, placed),
-                              kStaggers ? placed.at.m_block * (kBlockN / kBlockM) : 0);
+        const BlockRange rows = seen<kMask, kBlockM, kBlockN>(params, placed);
+        if constexpr (std::is_same_v<Walk, StaggeredWalk>) {
+          tile.walk = Walk(arguments, placed.at, rows, kBlockN / kBlockM);
+        } else {
+          tile.walk = Walk(arguments, placed.at, rows);
+        }
       }
       full[stage].arrive();
       if (is_last) return;

@@ -14,7 +14,7 @@
 
 namespace flash_cute::sm90 {
 
-template <DType kDType, BwdConfigSm90 kConfig_, bool kReadsBias_ = false>
+template <DType kDType, BwdConfigSm90 kConfig_, bool kReadsBias_, bool kStaggers>
 struct BwdTraits {
   using Element = ElementOf<kDType>;
 
@@ -32,6 +32,7 @@ struct BwdTraits {
   static constexpr int kThreads = kConfig.roles().threads();
   static constexpr int kMinCtas = 1;
   static_assert(kConsumers == 2 || kConsumers == 3);
+  using Walk = std::conditional_t<kStaggers, StaggeredWalk, QueryWalk>;
 
   using ShapeK = Tile<kBlockN, kHeadDim>;
   using ShapeV = Tile<kBlockN, kHeadDimV>;
@@ -121,7 +122,7 @@ struct BwdTraits {
     hopper::Barrier list_full[kLists][kConsumers];
     hopper::Barrier list_empty[kLists][kConsumers];
     int list[kLists][kConsumers];  // of blocks of dQ that the consumer makes of sums: the first one
-    TileQueue queue;
+    TileQueue<Walk> queue;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 

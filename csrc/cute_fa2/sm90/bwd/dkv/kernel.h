@@ -45,10 +45,10 @@ struct DkvKernel {
       if (hopper::is_first_thread()) {
         BwdProducer<Traits, kIsPacked, Loads::kKAndQ> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
-            arguments, [&](const KeyTile& tile) { producer.run(tile); });
+            arguments, [&](const auto& tile) { producer.run(tile); });
       } else if (hopper::thread_in_warpgroup() == 32) {  // the first lane of the second warp
         BwdProducer<Traits, kIsPacked, Loads::kVAndDout> producer(arguments, smem);
-        smem.queue.template take<true>([&](const KeyTile& tile) { producer.run(tile); });
+        smem.queue.template take<true>([&](const auto& tile) { producer.run(tile); });
       }
     } else {
       hopper::register_alloc<kRoles.consumer_registers()>();
@@ -69,7 +69,7 @@ struct DkvKernel {
     auto sums = cute::partition_fragment_C(Mma{}, Shape{});
     using Mainloop = DkvMainloop<Traits, kMask, kIsDv>;
     typename Mainloop::State state;
-    smem.queue.template take<false>([&](const KeyTile& key_tile) {
+    smem.queue.template take<false>([&](const auto& key_tile) {
       const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
       const Sequence& sequence = key_tile.template sequence_of<kMask>(arguments.params);
       Mainloop(arguments, tile, sequence, smem, state).run(key_tile.walk, sums);

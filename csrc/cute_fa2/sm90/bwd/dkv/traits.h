@@ -18,6 +18,7 @@ namespace flash_cute::sm90 {
 template <DType kDType, BwdConfigSm90 kConfig_, bool kReadsBias_ = false>
 struct DkvTraits {
   using Element = ElementOf<kDType>;
+  using Walk = QueryWalk;
 
   static constexpr bool kReadsBias = kReadsBias_;
   static constexpr BwdConfigSm90 kConfig = kConfig_;
@@ -97,7 +98,7 @@ struct DkvTraits {
     // From the consumer of dV to that of dK, and back.
     hopper::Barrier weights_full[kWeightsStages];
     hopper::Barrier weights_empty[kWeightsStages];
-    TileQueue queue;
+    TileQueue<Walk> queue;
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
