@@ -52,9 +52,12 @@ class StaggeredWalk : public QueryWalk {
  public:
   CUTE_DEVICE StaggeredWalk(const BwdArguments& arguments, TileCoord tile, BlockRange rows,
                             int blocks_of_keys)
-      : QueryWalk(arguments, tile, rows),
-        first_block_(rows_.end - 1 -
-                     tile.m_block * blocks_of_keys % cute::max(1, rows_.end - rows_.begin)) {}
+      : QueryWalk(arguments, tile, rows) {
+    // Modulo a power of two, as a division would take long.
+    const unsigned ahead = tile.m_block * blocks_of_keys;
+    const unsigned count = cute::max(1, rows_.end - rows_.begin);
+    first_block_ = rows_.end - 1 - static_cast<int>(ahead & (cute::bit_floor(count) - 1));
+  }
 
   CUTE_DEVICE QueryBlock first() const { return {first_head_, first_block_}; }
   CUTE_DEVICE QueryBlock next(QueryBlock block) const {
