@@ -92,8 +92,8 @@ TUNING = "arch", "splits", "smem_limit"
         ("H100", (1, 8, 8, 77, 77, 80), CAUSAL,
          ("sm90", 192, 64, 1, 1, 8, 3, 8, 24, 0, SEQUENCE)),
         # In two rounds, unless the keys are few.
-        ("H100", (1, 16, 16, 1024, 1024, 64), CAUSAL,
-         ("sm90", 128, 128, 1, 1, 128, 2, 16, 132, 0, SEQUENCE)),
+        ("H100", (1, 24, 24, 640, 640, 64), CAUSAL,
+         ("sm90", 128, 128, 1, 1, 120, 2, 24, 132, 0, SEQUENCE)),
         ("H100", (1, 32, 32, 512, 512, 128), CAUSAL,
          ("sm90", 128, 128, 1, 1, 0, 1, 32, 128, 0, SEQUENCE)),
         # Decoding: packed heads, split-KV.

@@ -189,7 +189,7 @@ def test_blocks_of_dq_that_ctas_share(library, seed):
     sm90 = Emulator(library, 90, workers=4, multiprocessors=2 + seed % 3)
     sizes = {"heads_kv": [4, 2, 1][seed % 3], "len_k": [600, 900, 2400][seed % 3]}
     inputs = random_inputs(1, 4, 300, 64 + 64 * (seed % 2), **sizes)
-    sm90.check_backward(*inputs, seed % 2 == 1, head_splits=1, seed=seed)
+    sm90.check_backward(*inputs, seed >= 3, head_splits=1, seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(30))

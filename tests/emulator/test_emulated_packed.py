@@ -90,6 +90,14 @@ def test_head_dims(unsplit, head_dim, head_dim_v):
         call.check_backward(unsplit, deterministic=True)
 
 
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1)])
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_tiles_that_begin_at_other_rows(library, head_dim, window):
+    """A sequence has several tiles, and blocks of rows ahead of those that see a tile."""
+    call = Call([(500, 500), (70, 300)], head_dim=head_dim, window=window, gap=1)
+    call.check_backward(Emulator(library, 90))
+
+
 @pytest.mark.parametrize("name", [*CALLS, *(f"bias of {name}" for name in BIASED)])
 def test_fp32(library, name):
     options = CALLS.get(name) or {**BIASED[name.removeprefix("bias of ")], "is_padded": True}

@@ -37,7 +37,7 @@ struct BwdConfigSm90 {
   }
   constexpr WarpgroupRoles roles() const { return {consumers}; }
   // Whether tiles side by side begin at other rows (StaggeredWalk). It pays where dQ's sums keep L2
-  // busy. Under a band tiles end apart as it is.
+  // busy; not for a dense call's band, whose tiles have different rows (notes/sm90_backward.md).
   constexpr bool staggers(MaskKind mask) const {
     return is_one_pass() && head_dim > 64 && (mask == MaskKind::kFull || mask == MaskKind::kPacked);
   }

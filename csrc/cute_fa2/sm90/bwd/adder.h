@@ -3,9 +3,10 @@
 // block stores instead, so sums need no zeros ahead. Only for that one do the others wait, and it
 // waits for nobody: a CTA may run or not.
 //
-// Who adds last has a finished block. The CTA that lags behind the others of its head has nearly
-// all of them. So it keeps a few, and any CTA takes the rest. At the end of a tile the adder hands
-// its consumer a list of blocks. The consumer makes dQ of them at the end of its next tile.
+// Who adds last has a finished block. Where all walk over the same rows, the CTA that lags behind
+// the others of its head has nearly all of them. So it keeps a few, and any CTA takes the rest. At
+// the end of a tile the adder hands its consumer a list of blocks. The consumer makes dQ of them at
+// the end of its next tile.
 #pragma once
 
 #include <cute/tensor.hpp>

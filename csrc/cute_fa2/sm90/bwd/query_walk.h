@@ -1,6 +1,6 @@
 // The walk of a tile of keys over the query rows that see them: in each query head of its group,
-// from the last block to the first. The producer makes it, the others read it from the queue of
-// tiles.
+// from the last block to the first, or from one of the tile's own. The producer makes it, the
+// others read it from the queue of tiles.
 #pragma once
 
 #include <cute/config.hpp>
@@ -45,28 +45,28 @@ class QueryWalk {
   BlockRange rows_;
 };
 
-// The same from a block of the tile's own down to the first, and then from the last one. Tiles side
-// by side begin as many blocks of rows apart as they have of keys. So fewer add to the sums of one
-// block of dQ at a time.
+// The same blocks from another one on: down to the first, and then from the last one down to where
+// it began. Each tile of a head begins kBlocksOfKeys ahead of the one before. So fewer add to the
+// sums of one block of dQ at a time.
+template <int kBlocksOfKeys>
 class StaggeredWalk : public QueryWalk {
  public:
-  CUTE_DEVICE StaggeredWalk(const BwdArguments& arguments, TileCoord tile, BlockRange rows,
-                            int blocks_of_keys)
+  CUTE_DEVICE StaggeredWalk(const BwdArguments& arguments, TileCoord tile, BlockRange rows)
       : QueryWalk(arguments, tile, rows) {
     // Modulo a power of two, as a division would take long.
-    const unsigned ahead = tile.m_block * blocks_of_keys;
+    const unsigned ahead = tile.m_block * kBlocksOfKeys;
     const unsigned count = cute::max(1, rows_.end - rows_.begin);
-    first_block_ = rows_.end - 1 - static_cast<int>(ahead & (cute::bit_floor(count) - 1));
+    begin_ = rows_.end - 1 - static_cast<int>(ahead & (cute::bit_floor(count) - 1));
   }
 
-  CUTE_DEVICE QueryBlock first() const { return {first_head_, first_block_}; }
+  CUTE_DEVICE QueryBlock first() const { return {first_head_, begin_}; }
   CUTE_DEVICE QueryBlock next(QueryBlock block) const {
     const int m_block = block.m_block > rows_.begin ? block.m_block - 1 : rows_.end - 1;
-    return {m_block == first_block_ ? block.head + 1 : block.head, m_block};  // fault: bwd90-walk
+    return {m_block == begin_ ? block.head + 1 : block.head, m_block};  // fault: bwd90-walk
   }
 
  private:
-  int first_block_;
+  int begin_;
 };
 
 // A block's index (BwdArguments::PlacedTile::first_index).

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cute/config.hpp>
-#include <type_traits>
 
 #include "common/mask.h"
 #include "common/platform.h"
@@ -67,12 +66,7 @@ struct TileQueue {
         tile.at = placed.at;
         tile.sequence = placed.sequence;
         tile.first_index = placed.first_index;
-        const BlockRange rows = seen<kMask, kBlockM, kBlockN>(params, placed);
-        if constexpr (std::is_same_v<Walk, StaggeredWalk>) {
-          tile.walk = Walk(arguments, placed.at, rows, kBlockN / kBlockM);
-        } else {
-          tile.walk = Walk(arguments, placed.at, rows);
-        }
+        tile.walk = Walk(arguments, placed.at, seen<kMask, kBlockM, kBlockN>(params, placed));
       }
       full[stage].arrive();
       if (is_last) return;

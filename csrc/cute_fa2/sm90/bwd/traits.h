@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "common/element.h"
 #include "common/row_grad_stats.h"
@@ -32,7 +33,7 @@ struct BwdTraits {
   static constexpr int kThreads = kConfig.roles().threads();
   static constexpr int kMinCtas = 1;
   static_assert(kConsumers == 2 || kConsumers == 3);
-  using Walk = std::conditional_t<kStaggers, StaggeredWalk, QueryWalk>;
+  using Walk = std::conditional_t<kStaggers, StaggeredWalk<kBlockN / kBlockM>, QueryWalk>;
 
   using ShapeK = Tile<kBlockN, kHeadDim>;
   using ShapeV = Tile<kBlockN, kHeadDimV>;
