@@ -4,6 +4,7 @@ test_forward.py.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
@@ -64,6 +65,7 @@ def test_no_copy_of_strided_rows(kernels):
 def peak_memory(function) -> tuple[int, list[torch.Tensor]]:
     """The bytes that `function` takes at its peak, its results included, which are returned too."""
     function()
+    gc.collect()  # garbage of other tests would go while this one measures
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # a cached block that is a little too large counts as a whole
     before = torch.cuda.memory_allocated()

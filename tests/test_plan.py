@@ -91,11 +91,15 @@ TUNING = "arch", "splits", "smem_limit"
          ("sm90", 128, 128, 1, 1, 64, 2, 1, 128, 0, HEADS)),
         ("H100", (1, 8, 8, 77, 77, 80), CAUSAL,
          ("sm90", 192, 64, 1, 1, 8, 3, 8, 24, 0, SEQUENCE)),
-        # In two rounds, unless the keys are few.
-        ("H100", (1, 24, 24, 640, 640, 64), CAUSAL,
-         ("sm90", 128, 128, 1, 1, 120, 2, 24, 132, 0, SEQUENCE)),
-        ("H100", (1, 32, 32, 512, 512, 128), CAUSAL,
-         ("sm90", 128, 128, 1, 1, 0, 1, 32, 128, 0, SEQUENCE)),
+        # In two rounds, if few have a second one for the number of their keys.
+        ("H100", (1, 24, 24, 512, 512, 128), CAUSAL,
+         ("sm90", 128, 128, 1, 1, 96, 2, 24, 132, 0, SEQUENCE)),
+        ("H100", (1, 28, 28, 512, 512, 128), CAUSAL,
+         ("sm90", 128, 128, 1, 1, 0, 1, 28, 112, 0, SEQUENCE)),
+        ("H100", (1, 48, 48, 256, 256, 128), CAUSAL,
+         ("sm90", 128, 128, 1, 1, 0, 1, 48, 96, 0, SEQUENCE)),
+        ("H100", (1, 32, 32, 512, 512, 256), CAUSAL,
+         ("sm90", 128, 64, 1, 1, 128, 2, 32, 132, 0, SEQUENCE)),
         # Decoding: packed heads, split-KV.
         ("H100", (1, 32, 8, 1, 32768, 128), CAUSAL,
          ("sm90", 128, 128, 16, 4, 0, 1, 1, 128, 266240, HEADS)),
