@@ -91,7 +91,7 @@ TUNING = "arch", "splits", "smem_limit"
          ("sm90", 128, 128, 1, 1, 64, 2, 1, 128, 0, HEADS)),
         ("H100", (1, 8, 8, 77, 77, 80), CAUSAL,
          ("sm90", 192, 64, 1, 1, 8, 3, 8, 24, 0, SEQUENCE)),
-        # In two rounds, if few have a second one for the number of their keys.
+        # In two rounds, if few CTAs have a second one for the number of keys.
         ("H100", (1, 24, 24, 512, 512, 128), CAUSAL,
          ("sm90", 128, 128, 1, 1, 96, 2, 24, 132, 0, SEQUENCE)),
         ("H100", (1, 28, 28, 512, 512, 128), CAUSAL,

@@ -52,11 +52,11 @@ TailSplit TailSplit::make(const FwdParams& params, int block_m, int64_t tiles, i
   tail.tail_tiles = params.is_full() || tiles < ctas ? tiles % ctas : 0;
   tail.whole_tiles = tiles - tail.tail_tiles;  // fault: tile-missing
   // Subtiles are as small as leaves a CTA for each. A triangle's two may be more than the CTAs:
-  // whoever has a long one then has a short one, too. The fewer key blocks there are, the fewer
-  // CTAs may have a second one (notes/sm90_forward.md).
-  const int64_t key_blocks = ceil_div(params.len_k, params.head_dim <= 128 ? 128 : 64);
+  // whoever has a long one then has a short one, too. The fewer keys there are, the fewer CTAs
+  // may have a second one. They count in units that were measured (notes/sm90_forward.md).
+  const int64_t units = ceil_div(params.len_k, params.head_dim <= 128 ? 128 : 64);
   const int64_t second = 2 * tail.tail_tiles - ctas;
-  const bool in_two_rounds = params.is_triangle() && 8 * second <= (2 * key_blocks - 3) * ctas;
+  const bool in_two_rounds = params.is_triangle() && 8 * second <= (2 * units - 3) * ctas;
   do {
     tail.subtile_rows += kConsumerRows;
     tail.subtiles = static_cast<int>(ceil_div(block_m, tail.subtile_rows));
