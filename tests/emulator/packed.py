@@ -104,7 +104,9 @@ class Call:
 
     def table(self) -> dict[str, Tensor]:
         """As the kernels have them. `gap` rows are ahead of each packed
-        sequence, and twice as many behind the last."""
+        sequence, and twice as many behind the last. A dense call has none."""
+        if self.is_padded and not (self.no_query.any() or self.no_key.any()):
+            return {}
         table = {"seqused_q": self.used_q, "seqused_k": self.used_k, "key_start": self.start}
         if not self.is_padded:
             for name, used in (("cu_seqlens_q", self.used_q), ("cu_seqlens_k", self.used_k)):
@@ -201,6 +203,7 @@ BIASED: dict[str, dict[str, Any]] = {
     },
     "hidden": {"lengths": LENGTHS[0], "bias": "hqk", "hides_rows": True},
     "heads": {"lengths": LENGTHS[1], "bias": "hqk", "window": (-1, 0), "softcap": 2.0},
+    "dense": {"lengths": [(200, 200)] * 2, "bias": "hqk", "window": (-1, 0)},
     "keys": {"lengths": LENGTHS[2], "bias": "bk", "heads": 6, "bias_dtype": torch.bfloat16},
     "one": {"lengths": LENGTHS[1], "bias": "q", "slopes": "h", "bias_dtype": torch.bfloat16},
 }

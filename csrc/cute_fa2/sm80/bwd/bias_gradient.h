@@ -91,12 +91,11 @@ struct BiasGradientKernel {
       smem.blocks[0] = Tiles::first(arguments, smem.tile);
     }
     platform::sync_cta();  // it is known which block comes first, to all threads
+    if (!smem.blocks[0].exists()) return Tiles::store_zeros(arguments, smem.tile);
+    load_q_and_k(arguments, smem, 0);
+    prefetch_bias(arguments.params, smem.blocks[0]);
     auto sums = partition_fragment_C(TiledMma{}, ShapeS{});  // (4, MMA_M, kBlockN / 16)
     cute::clear(sums);
-    if (smem.blocks[0].exists()) {
-      load_q_and_k(arguments, smem, 0);
-      prefetch_bias(arguments.params, smem.blocks[0]);
-    }
     for (int stage = 0; smem.blocks[stage].exists(); stage ^= 1) {
       add(arguments, smem, stage, sums);
     }

@@ -35,9 +35,11 @@ struct BiasTiles {
     cutlass::FastDivmod heads;
     cutlass::FastDivmod shared_row_blocks;
     cutlass::FastDivmod shared_heads;
-    int shared;           // blocks of rows that share a tile,
-    int shared_of_split;  // and those of a split
+    cutlass::FastDivmod group;  // heads of Q that share one of K and V
+    int shared;                 // blocks of rows that share a tile,
+    int shared_of_split;        // and those of a split
     int splits;
+    bool are_alike;  // if one of the blocks of rows sees no key of the tile, none does
     int stats_rows;  // of a sequence, in the statistics, and
     int64_t stats_of_head;
 
@@ -50,10 +52,13 @@ struct BiasTiles {
           heads(params.dbias.has_heads ? params.heads_q : 1),
           shared_row_blocks(params.dbias.has_rows ? 1 : blocks(params.len_q, kBlockM)),
           shared_heads(params.dbias.has_heads ? 1 : params.heads_q),
+          group(params.group_size),
           shared(shared_row_blocks.divisor * shared_heads.divisor *
                  (params.dbias.has_batch ? 1 : params.batch)),
           shared_of_split(blocks(shared, splits)),
           splits(splits),
+          are_alike(params.dbias.has_rows && !params.sequences.seqused_q &&
+                    !params.sequences.seqused_k && !params.sequences.key_start),
           stats_rows(blocks(params.len_q, stats_block) * stats_block),
           stats_of_head(int64_t{params.m_blocks} * stats_block) {}
     int64_t ctas() const {
@@ -102,29 +107,11 @@ struct BiasTiles {
     return next(arguments, tile, none);
   }
   static CUTE_DEVICE Block next(const Arguments& arguments, const Tile& tile, Block block) {
-    const BwdParams& params = arguments.params;
     const Block before = block;
     ++block.key_block;
     while (!block.exists() && ++block.number < tile.end) {
-      int batch, head, row_block;
-      arguments.shared_row_blocks(batch, row_block, block.number);
-      arguments.shared_heads(batch, head, batch);
-      block.at = {tile.at.m_block + row_block, tile.at.head + head, tile.at.batch + batch, 0};
-      block.sequence = Sequence::of<MaskKind::kScored>(params, block.at.batch);
-      const Sequence& sequence = block.sequence;
-      const int row0 = block.at.m_block * kBlockM;
-      if (row0 >= sequence.len_q) continue;
-      const Mask<MaskKind::kScored, UnpackedRows> mask(params, sequence, UnpackedRows{});
-      const int row_end = cute::min(row0 + kBlockM, sequence.len_q);
-      const int key_begin = mask.begin(row0), key_end = mask.end(row_end - 1);
-      if (key_end <= key_begin) continue;
-      block.key_block = (sequence.first_k + key_begin) / kBlockN;
-      block.end_key_block = blocks(sequence.first_k + key_end, kBlockN);
-      block.kv_head = block.at.head / params.group_size;
-      if (params.dbias.has_keys) {
-        block.key_block = cute::max(block.key_block, tile.key_block);
-        block.end_key_block = cute::min(block.end_key_block, tile.key_block + 1);
-      }
+      find_keys(arguments, tile, block);
+      if (arguments.are_alike && !block.exists()) block.number = tile.end;
     }
     const bool is_new = !before.exists() || block.at.batch != before.at.batch;
     block.has_new_rows =
@@ -145,8 +132,7 @@ struct BiasTiles {
   template <class Sums>
   static CUTE_DEVICE void store(const Arguments& arguments, const Tile& tile, Sums& sums,
                                 float* memory) {
-    const BwdParams& params = arguments.params;
-    BiasGradient bias = params.dbias;
+    const BiasGradient& bias = arguments.params.dbias;
     const auto matrix = as_matrix(sums);  // (rows, columns)
     const auto mine = coords(platform::rematerialize(platform::thread_index()));
     CUTE_UNROLL
@@ -158,6 +144,46 @@ struct BiasTiles {
       for (int m = kBlockM / 2; m > 0; m /= 2) fold(memory, m, bias.has_keys ? kLog2N : 0, m, 0);
     }
     platform::sync_cta();  // the sums are there, of all threads
+    store_rows(arguments, tile, memory);
+  }
+  // The same of a tile to which nothing was added.
+  static CUTE_DEVICE void store_zeros(const Arguments& arguments, const Tile& tile) {
+    store_rows(arguments, tile, nullptr);
+  }
+
+ private:
+  // The key blocks of a number: those of the tile that its rows see.
+  static CUTE_DEVICE void find_keys(const Arguments& arguments, const Tile& tile, Block& block) {
+    const BwdParams& params = arguments.params;
+    int batch, head, row_block;
+    arguments.shared_row_blocks(batch, row_block, block.number);
+    arguments.shared_heads(batch, head, batch);
+    block.at = {tile.at.m_block + row_block, tile.at.head + head, tile.at.batch + batch, 0};
+    block.kv_head = arguments.group.div(block.at.head);
+    block.sequence = Sequence::of<MaskKind::kScored>(params, block.at.batch);
+    const Sequence& sequence = block.sequence;
+    const Mask<MaskKind::kScored, UnpackedRows> mask(params, sequence, UnpackedRows{});
+    const int row0 = block.at.m_block * kBlockM;
+    const int row_end = cute::min(row0 + kBlockM, sequence.len_q);
+    const int key_begin = mask.begin(row0), key_end = mask.end(row_end - 1);
+    if (row_end <= row0 || key_end <= key_begin) return;
+    block.key_block = (sequence.first_k + key_begin) / kBlockN;
+    block.end_key_block = blocks(sequence.first_k + key_end, kBlockN);
+    if (params.dbias.has_keys) {
+      block.key_block = cute::max(block.key_block, tile.key_block);
+      block.end_key_block = cute::min(block.end_key_block, tile.key_block + 1);
+    }
+  }
+
+  static constexpr int kLog2N = std::countr_zero(unsigned{kBlockN});
+
+  static CUTE_HOST_DEVICE int blocks(int rows, int block) { return (rows + block - 1) / block; }
+
+  // Stores what lies in shared memory, or zeros.
+  static CUTE_DEVICE void store_rows(const Arguments& arguments, const Tile& tile,
+                                     const float* memory) {
+    const BwdParams& params = arguments.params;
+    BiasGradient bias = params.dbias;
     const int row0 = tile.at.m_block * kBlockM, key0 = tile.key_block * kBlockN;
     const int rows = bias.has_rows ? cute::min(+kBlockM, params.len_q - row0) : 1;
     const int keys = bias.has_keys ? cute::min(+kBlockN, params.len_k - key0) : 1;
@@ -174,11 +200,6 @@ struct BiasTiles {
       store_rows(static_cast<Element*>(bias.data) + first, bias, rows, keys, memory);
     }
   }
-
- private:
-  static constexpr int kLog2N = std::countr_zero(unsigned{kBlockN});
-
-  static CUTE_HOST_DEVICE int blocks(int rows, int block) { return (rows + block - 1) / block; }
 
   // Where the sum of a (row, key) is in shared memory: 8 neighbouring keys lie together, and
   // neighbouring rows in other banks.
@@ -201,8 +222,8 @@ struct BiasTiles {
     }
   }
 
-  // The first `rows` x `keys` sums. A thread takes 8 keys at a time, and stores them as one if they
-  // lie so.
+  // The first `rows` x `keys` sums; zeros, if there are none. A thread takes 8 keys at a time, and
+  // stores them as one if they lie so.
   template <class T>
   static CUTE_DEVICE void store_rows(T* to, const BiasGradient& bias, int rows, int keys,
                                      const float* sums) {
@@ -212,16 +233,21 @@ struct BiasTiles {
     for (int i = platform::thread_index(); i < kBlockM * kBlockN / 8; i += kThreads) {
       const int row = i / (kBlockN / 8), key0 = i % (kBlockN / 8) * 8;
       if (row >= rows || key0 >= keys) continue;
-      const float* const from = sums + place(cute::make_coord(row, key0));
+      float values[8] = {};
+      if (sums) {
+        CUTE_UNROLL
+        for (int k = 0; k < 8; ++k) values[k] = sums[place(cute::make_coord(row, key0)) + k];
+      }
       T* const of_row = to + row * bias.stride_row + key0 * bias.stride_key;
       if (in_chunks && key0 + 8 <= keys) {
         Chunk chunk;
         CUTE_UNROLL
-        for (int k = 0; k < 8; ++k) chunk[k] = T(from[k]);
+        for (int k = 0; k < 8; ++k) chunk[k] = T(values[k]);
         *reinterpret_cast<Chunk*>(of_row) = chunk;
       } else {
-        for (int k = 0; k < cute::min(8, keys - key0); ++k) {
-          of_row[k * bias.stride_key] = T(from[k]);
+        CUTE_UNROLL
+        for (int k = 0; k < 8; ++k) {
+          if (key0 + k < keys) of_row[k * bias.stride_key] = T(values[k]);
         }
       }
     }
