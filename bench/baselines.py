@@ -88,15 +88,17 @@ def _bind_flash_cute(
         given["window_size"] = case.window, -1
     if case.documents:
         ends = ends_of(case, q.device)
-        return lambda: flash_cute.forward_varlen(q, k, v, ends, **given)
+        return lambda: flash_cute.forward_varlen(q, k, v, *ends, **given)
     return lambda: flash_cute.forward(q, k, v, **given)
 
 
-def ends_of(case: Case, device: torch.device) -> torch.Tensor:
-    """cu_seqlens of the documents; of a dense case, its entries of the batch."""
-    lengths = case.documents or (case.q_len,) * case.batch
-    ends = [0, *itertools.accumulate(lengths)]
-    return torch.tensor(ends, dtype=torch.int32, device=device)
+def ends_of(case: Case, device: torch.device) -> list[torch.Tensor]:
+    """cu_seqlens of the documents, of q and k; of a dense case, its entries of the batch."""
+    entries = (case.q_len,) * case.batch
+    return [
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        for lengths in (case.documents_q or entries, case.documents or entries)
+    ]
 
 
 def _dense_why_not(case: Case, device: torch.device) -> str | None:
@@ -131,7 +133,8 @@ def tuned(tuning: str, name: str | None = None) -> Provider:
         given = {"window_left": case.window, "window_right": 0 if case.causal else -1}
         given |= {"tuning": tuning, "bias": bias, **case.changes(q.device)}
         if case.documents:
-            given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends_of(case, q.device))
+            names = "cu_seqlens_q", "cu_seqlens_k"
+            given |= dict(zip(names, ends_of(case, q.device), strict=True))
         return lambda: ops.fwd(q, k, v, **given)
 
     about = f"flash_cute with {tuning}"
@@ -160,7 +163,8 @@ def _bind_varlen_attn(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     """PyTorch's FlashAttention-2 has packed sequences and windows here."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    ends, longest = ends_of(case, q.device), max(case.documents, default=case.q_len)
+    ends = ends_of(case, q.device)
+    longest = [max(x, default=case.q_len) for x in (case.documents_q, case.documents)]
     window = case.window, 0 if case.causal else -1
 
     def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +173,7 @@ def _bind_varlen_attn(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     def call() -> Result:
         packed = map(rows_of, (q, k, v))
         asked = {"window_size": window, "return_aux": AuxRequest(lse=True)}
-        out, lse = varlen_attn(*packed, ends, ends, longest, longest, **asked)
+        out, lse = varlen_attn(*packed, *ends, *longest, **asked)
         if case.documents:
             return out, lse
         return out.unflatten(0, (case.batch, -1)).transpose(1, 2), lse[None]
@@ -208,6 +212,10 @@ def _sdpa(name: str, about: str, backend: SDPBackend, head_dim_limit: int = 0) -
 
 
 # -- compiled FlexAttention ----------------------------------------------------------------------
+
+
+def _flex_why_not(case: Case, device: torch.device) -> str | None:
+    return "chunks of documents" if case.documents and case.q_len != case.kv_len else None
 
 
 def _bind_flex(
@@ -306,7 +314,7 @@ PROVIDERS = {
         _sdpa("cudnn", "torch SDPA, cuDNN backend", SDPBackend.CUDNN_ATTENTION, 256),
         _sdpa("efficient", "torch SDPA, efficient backend", SDPBackend.EFFICIENT_ATTENTION),
         _sdpa("math", "torch SDPA, math backend", SDPBackend.MATH),
-        Provider("flex", "compiled FlexAttention", _bind_flex),
+        Provider("flex", "compiled FlexAttention", _bind_flex, _flex_why_not),
         Provider("triton", "bench/triton_attention.py", _bind_triton, _triton_why_not),
     )
 }

@@ -37,7 +37,8 @@ class Case:
     op: str = "fwd"
     #: With a causal mask: keys that a query sees beside its own; -1: all before it.
     window: int = -1
-    #: The lengths of packed sequences; empty: dense.
+    #: The lengths of packed sequences; empty: dense. With fewer queries than keys all have as many
+    #: queries, which are their last rows.
     documents: tuple[int, ...] = ()
     #: One of SCORES, or "" for plain ones.
     score: str = ""
@@ -59,6 +60,8 @@ class Case:
         if self.documents:
             several = len(self.documents) > 1 and len(set(self.documents)) > 1
             length = f"T{self.q_len} in {len(self.documents)}" + (" mixed" if several else "")
+            if self.kv_len != self.q_len:
+                length = f"Tq{self.q_len} Tk{self.kv_len}" + length.removeprefix(f"T{self.q_len}")
         mask = "causal" if self.causal else "full"
         if self.window >= 0:
             mask = f"window {self.window + 1}"
@@ -84,9 +87,16 @@ class Case:
         """Causal, where the two ways to align the mask differ."""
         return self.causal and self.q_len not in (1, self.kv_len)
 
+    @property
+    def documents_q(self) -> tuple[int, ...]:
+        """The queries of each of the documents."""
+        count = len(self.documents)
+        return self.documents if self.q_len == self.kv_len else (self.q_len // count,) * count
+
     def parts(self) -> list[Case]:
         """Each of the documents, as a dense case."""
-        return [replace(self, q_len=n, kv_len=n, documents=()) for n in self.documents]
+        lengths = zip(self.documents_q, self.documents, strict=True)
+        return [replace(self, q_len=n, kv_len=of_k, documents=()) for n, of_k in lengths]
 
     def visible_pairs(self) -> int:
         """(query, key) pairs of one head that the mask lets through, counted exactly."""
@@ -328,13 +338,19 @@ def window() -> Iterator[Case]:
 
 
 def chunks() -> Iterator[Case]:
-    """Some queries against a longer context: prompts in chunks, and speculation."""
+    """Some queries against a longer context: prompts in chunks, and speculation. Then packed: as
+    long contexts, and such of several lengths."""
     for heads, kv_heads, head_dim in ((32, 8, 128), (16, 16, 128), (32, 32, 64)):
         for kv_len in (2048, 8192, 32768):
             for q_len in (128, 256, 1000):
                 for batch in (1, 2):
                     for causal in (False, True):
                         yield Case(batch, heads, kv_heads, q_len, kv_len, head_dim, causal)
+    for head_dim in (64, 128):
+        for documents in ((8192,) * 2, (8192,) * 8, (2048, 32768, 8192, 4096)):
+            for q_len in (16, 128, 1000):
+                case = packed(documents, head_dim)
+                yield replace(case, q_len=q_len * len(documents))
 
 
 def scores() -> Iterator[Case]:

@@ -150,16 +150,20 @@ def _of_documents(
 ) -> dict[str, dict[str, Any]]:
     """Each document is checked as a dense case. What is worst of all is told."""
     worst: dict[str, dict[str, Any]] = {}
-    first = 0
+    first, first_k = 0, 0
     for part in case.parts():
-        rows = slice(first, first + part.q_len)
-        first += part.q_len
+        rows, keys = slice(first, first + part.q_len), slice(first_k, first_k + part.kv_len)
+        first, first_k = rows.stop, keys.stop
 
-        def dense(x: torch.Tensor | None, rows: slice = rows) -> torch.Tensor | None:
+        def dense(
+            x: torch.Tensor | None, rows: slice = rows, keys: slice = keys
+        ) -> torch.Tensor | None:
             # (rows, heads, columns), or (heads, rows) of an LSE
             if x is None:
                 return None
-            return x[rows].transpose(0, 1)[None] if x.dim() == 3 else x[:, rows][None]
+            if x.dim() == 2:
+                return x[:, rows][None]
+            return x[rows if len(x) == case.q_len else keys].transpose(0, 1)[None]
 
         of_part = {name: tuple(map(dense, result)) for name, result in results.items()}
         for name, row in check(part, tuple(map(dense, tensors)), of_part, limit).items():

@@ -97,7 +97,7 @@ def _bind_op(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call:
     op, lengths = torch.ops.aten._flash_attention_forward, (case.q_len, case.kv_len)
     if case.documents:
         ends = ends_of(case, q.device)
-        return lambda: op(q, k, v, ends, ends, *lengths, 0.0, True, False)
+        return lambda: op(q, k, v, *ends, *lengths, 0.0, True, False)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return lambda: (op(q, k, v, None, None, *lengths, 0.0, True, False)[0].transpose(1, 2),)
 
@@ -109,7 +109,7 @@ def _bind_varlen(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call:
     if "window_size" not in varlen_attn.__code__.co_varnames:  # torch 2.10
         window = {"is_causal": True}
     ends = ends_of(case, q.device)
-    return lambda: (varlen_attn(q, k, v, ends, ends, case.q_len, case.kv_len, **window),)
+    return lambda: (varlen_attn(q, k, v, *ends, case.q_len, case.kv_len, **window),)
 
 
 def _bind_transformers(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call:

@@ -71,7 +71,7 @@ def forward(
         alibi_slopes: (Hq,) or (B, Hq), fp32. slope * |d - j| is taken from the score of key j. They
             have no gradient.
         bias: (B, Hq, Nq, Nk), or 1 in place of some of these; q's dtype or fp32. It is added to the
-            scores after `softcap`. -inf hides a key, unless its score is NaN.
+            scores after `softcap`. -inf hides a key, but not NaN or Inf in it.
         learnable_sink: (Hq,), fp32, fp16 or bf16 (or q's dtype): the score of one more key for each
             head, whose value is 0. Scale, softcap, bias and mask leave it alone.
         seqused_k: (B,), int32: sequence b has the keys below seqused_k[b], and Nk above stands for
@@ -116,8 +116,8 @@ def forward(
 
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are
-    not checked. With FLASH_CUTE_CHECK=1 in the environment they are, outside of compiled code,
-    which waits; a wrong one raises ValueError.
+    not checked. With FLASH_CUTE_CHECK=1 in the environment they are, which waits; a wrong one
+    raises ValueError. It sees none of compiled code, and none that vmap maps over.
     """
     if (
         not _is_dynamo_compiling()  # first, as Dynamo cannot trace the others
@@ -425,7 +425,8 @@ def _refusal(
     )
     if error is not None or _is_dynamo_compiling() or not options.looks_at_values():
         return error
-    lengths = (x for x in tensors.values() if x is not None and not x.is_floating_point())
-    if not options.have_values(*lengths):
-        return None
-    return options.refusal_of_values(q, k, tensors)
+    # As they were given: int64 has values that int32 has not.
+    lengths = {name: arguments.get(name) for name in _LENGTHS}
+    if lengths["cu_seqlens_k"] is None:
+        lengths["cu_seqlens_k"] = lengths["cu_seqlens_q"]
+    return options.refusal_of_values(q, k, lengths)

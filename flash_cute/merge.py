@@ -71,8 +71,13 @@ def _refusal(
 ) -> Exception | None:
     given: dict[str, Tensor] = {}
     for name, splits in (("outs", outs), ("lses", lses)):
-        if not isinstance(splits, (list, tuple)) or not all(isinstance(x, Tensor) for x in splits):
-            return TypeError(f"{name} must be a list or tuple of tensors")
+        if not isinstance(splits, (list, tuple)):
+            return TypeError(
+                f"{name} is {checks.type_of(splits)}: it must be a list or tuple of tensors"
+            )
+        for i, x in enumerate(splits):
+            if not isinstance(x, Tensor):
+                return TypeError(f"{name}[{i}] is {checks.type_of(x)}: it must be a torch.Tensor")
         given.update((f"{name}[{i}]", x) for i, x in enumerate(splits))
     if len(outs) != len(lses) or not outs:
         return ValueError(

@@ -105,14 +105,8 @@ def _wrong_shape(name: str, x: Tensor, wanted: str) -> ValueError:
 
 
 def lengths_of(x: Any) -> Any:
-    """Lengths as the ops take them: int64 becomes int32. Where values are looked at, those that do
-    not fit become the limit, which is refused; else they wrap."""
-    if not isinstance(x, Tensor) or x.dtype != torch.int64:
-        return x
-    if looks_at_values():
-        limits = torch.iinfo(torch.int32)
-        x = x.clamp(limits.min, limits.max)
-    return x.to(torch.int32)
+    """Lengths as the ops take them: int64 becomes int32, and values that do not fit wrap."""
+    return x.to(torch.int32) if isinstance(x, Tensor) and x.dtype == torch.int64 else x
 
 
 def is_softcap(number: float) -> bool:
@@ -213,7 +207,7 @@ def refusal_of_memory(name: str, x: Tensor, inputs: dict[str, Any]) -> Exception
 
 @checks.assume_constant_result
 def looks_at_values() -> bool:
-    return os.environ.get("FLASH_CUTE_CHECK") == "1"
+    return os.environ.get("FLASH_CUTE_CHECK", "") not in ("", "0")
 
 
 def have_values(*tensors: Tensor | None) -> bool:
@@ -241,17 +235,15 @@ def _is_wrapped(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
-def refusal_of_values(q: Tensor, k: Tensor, tensors: dict[str, Tensor | None]) -> Exception | None:
-    """As `checks.refusal`, of the values of lengths. It waits for the device."""
-    values = {
-        name: x.tolist()
-        for name, x in tensors.items()
-        if x is not None and not x.is_floating_point()
-    }
-    lengths = {}
+def refusal_of_values(q: Tensor, k: Tensor, lengths: dict[str, Tensor | None]) -> Exception | None:
+    """As `checks.refusal`, of the values of lengths, where there are any. It waits for the
+    device."""
+    values = {name: x.tolist() for name, x in lengths.items() if x is not None and have_values(x)}
+    limits: dict[str, list[int]] = {}
     for name, x_name, x in (("cu_seqlens_q", "q", q), ("cu_seqlens_k", "k", k)):
+        if lengths.get(name) is None:
+            limits[x_name] = [x.shape[2]] * x.shape[0]
         if name not in values:
-            lengths[x_name] = [x.shape[2]] * x.shape[0]
             continue
         ends = values[name]
         if ends[0] != 0:
@@ -266,13 +258,14 @@ def refusal_of_values(q: Tensor, k: Tensor, tensors: dict[str, Tensor | None]) -
                 f"{name}[{len(ends) - 1}], the last, is {ends[-1]} and {x_name} has {x.shape[0]} "
                 "tokens: they must be equal"
             )
-        lengths[x_name] = [after - before for before, after in itertools.pairwise(ends)]
-    for name, limits in (
-        ("seqused_q", lengths["q"]),
-        ("seqused_k", lengths["k"]),
-        ("key_start", values.get("seqused_k", lengths["k"])),
+        limits[x_name] = [after - before for before, after in itertools.pairwise(ends)]
+    of_k = limits.get("k", [])
+    for name, mosts in (
+        ("seqused_q", limits.get("q", [])),
+        ("seqused_k", of_k),
+        ("key_start", values.get("seqused_k", of_k)),
     ):
-        for b, (value, most) in enumerate(zip(values.get(name, ()), limits, strict=False)):
+        for b, (value, most) in enumerate(zip(values.get(name, ()), mosts, strict=False)):
             if not 0 <= value <= most:
                 return ValueError(f"{name}[{b}] is {value}: it must be 0 to {most}")
     return None

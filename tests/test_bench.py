@@ -26,7 +26,7 @@ from bench import (
     tables,
 )
 from bench.baselines import PROVIDERS
-from bench.cases import OPS, SCORES, SUITES, Case, make_inputs, square
+from bench.cases import OPS, SCORES, SUITES, Case, make_inputs, packed, square
 from flash_cute import plan, reference
 from flash_cute.ops import build_info
 
@@ -234,6 +234,15 @@ def test_rows_have_what_an_ideal_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         tile = harness.tile_of(case, tuning, torch.device("cuda"))
         known = [x for x in build_info()["tiles"] if (x["arch"], x["op"]) == (arch, op)]
         assert tile in [(x["block_m"], x["block_n"]) for x in known if x["head_dim"] == 128]
+
+
+@pytest.mark.parametrize("documents", [(30, 30), (64, 10, 20)])
+def test_rows_of_chunks_of_documents(documents: tuple[int, ...]) -> None:
+    case = dataclasses.replace(packed(documents, 1024), q_len=5 * len(documents))
+    assert case.visible_pairs() == 5 * case.kv_len - 10 * len(documents)
+    names = ["flash_cute"] if len(set(documents)) > 1 else ["flash_cute", "dense"]
+    for row in harness.measure(case, [PROVIDERS[name] for name in names], FAST):
+        assert row["correct"] and row["status"] == "ok"
 
 
 def test_decoding_rows_have_a_bandwidth() -> None:
@@ -502,6 +511,7 @@ def test_a_wheel_is_measured_in_a_process(monkeypatch: pytest.MonkeyPatch) -> No
         ("triton", small(q_len=130, kv_len=200, head_dim=64)),
         ("triton", small(False, head_dim=40)),
         ("fa2", small(q_len=130, kv_len=200, head_dim=64)),
+        ("fa2", dataclasses.replace(packed((100, 300), 64), q_len=70)),
         ("flex", small(q_len=128, kv_len=128, head_dim=64, score="alibi", op="bwd")),
         ("flex", small(q_len=128, kv_len=128, head_dim=64, score="trained bias", op="bwd")),
     ],

@@ -82,7 +82,7 @@ def test_merge_keeps_what_nobody_saw_out():
     [
         ([], [], ValueError, "outs has 0 tensors and lses 0"),
         ([torch.ones(1, 2, 3, 4)], [], ValueError, "outs has 1 tensors and lses 0"),
-        (torch.ones(1, 2, 3, 4), [], TypeError, "outs must be a list"),
+        (torch.ones(1, 2, 3, 4), [], TypeError, "outs is .*: it must be a list"),
         ([torch.ones(2, 3)], [torch.ones(2)], ValueError, r"outs\[0\] has shape \(2, 3\)"),
         ([torch.ones(3, 2, 4)], [torch.ones(3, 2)], ValueError, r"lses\[0\] .*must be \(2, 3\)"),
         (

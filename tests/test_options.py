@@ -420,21 +420,27 @@ def test_values_are_checked_on_demand(device, monkeypatch, changes, message):
     assert options.looks_at_values()
 
 
+class Subclass(torch.Tensor):
+    """Of which nobody knows whether it has values."""
+
+
 def test_looking_at_values_that_are_not_there(monkeypatch):
-    """Of int64 the upper half counts; batched and meta tensors have none to look at."""
+    """Of int64 the upper half counts; batched and meta tensors and subclasses have none to look at.
+    What goes beside them is looked at."""
     monkeypatch.setenv("FLASH_CUTE_CHECK", "1")
     q = torch.randn(2, 1, 4, 8)
 
     def of(x, used, **more):
         return flash_cute.forward(x, x, x, seqused_k=used, **more)[0]
 
-    with pytest.raises(ValueError, match=r"seqused_k\[0\] is 2147483647: it must be 0 to 4"):
+    with pytest.raises(ValueError, match=r"seqused_k\[0\] is 4294967297: it must be 0 to 4"):
         of(q, torch.tensor([2**32 + 1, 2]))
     wrong, sink = torch.tensor([5, 2]), torch.nn.Parameter(torch.zeros(1))
     for call in (
         lambda: of(q, wrong, learnable_sink=sink),
         lambda: torch.func.grad(lambda x: of(x, wrong).sum())(q),
         lambda: torch.vmap(lambda x: of(x, wrong))(q[None]),
+        lambda: of(q, wrong, key_start=torch.zeros(2).int().as_subclass(Subclass)),
     ):
         with pytest.raises(ValueError, match=r"seqused_k\[0\] is 5: it must be 0 to 4"):
             call()

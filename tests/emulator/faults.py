@@ -98,6 +98,11 @@ BACKWARD_SM90 = [
 PACKED = [
     Fault("packed-band", "= len_k - len_q + 1", WRONG),
     Fault("key-start", "= clamp(table.key_start[batch] - 1, k.count)", WRONG),
+    Fault(
+        "lse-layout",
+        "lse = params.lse.data[(rows.first + in_block) * params.heads_q + head];",
+        WRONG,
+    ),
     Fault("sink-lse", "return of_keys;", WRONG),
     Fault("sink-split", "lse = sink.join(sink.join(lse));", WRONG),
     Fault("sink-gradient", "sum += stats.delta;", WRONG),

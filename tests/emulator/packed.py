@@ -50,6 +50,7 @@ class Call:
         starts: bool = False,
         gap: int = 0,
         is_padded: bool = False,
+        is_dense: bool = False,
         softcap: float = 0.0,
         slopes: str = "",
         bias: str = "",
@@ -58,7 +59,8 @@ class Call:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """`slopes` and `bias` name the dimensions that they have: of "bh" and of "bhqk". Rows that
-        a bias hides have but huge negative ones, and no gradient."""
+        a bias hides have but huge negative ones, and no gradient. Sequences of a dense call have
+        the lengths of its tensors."""
         torch.manual_seed(0)
         self.used_q, self.used_k = (int32(list(x)) for x in zip(*lengths, strict=True))
         self.start = self.used_k // 3 if starts else None
@@ -81,7 +83,7 @@ class Call:
         self.dlse = torch.randn(q.shape[:3])
         self.sink = torch.randn(heads) if has_sink else None
         self.window = {"window_left": window[0], "window_right": window[1]}
-        self.gap, self.is_padded = gap, is_padded
+        self.gap, self.is_padded, self.is_dense = gap, is_padded, is_dense
         sizes = {"b": len(lengths), "h": heads, "q": rows_q, "k": rows_k}
         self.changes: dict[str, Any] = {"softcap": softcap} if softcap else {}
         if slopes:
@@ -104,8 +106,8 @@ class Call:
 
     def table(self) -> dict[str, Tensor]:
         """As the kernels have them. `gap` rows are ahead of each packed
-        sequence, and twice as many behind the last. A dense call has none."""
-        if self.is_padded and not (self.no_query.any() or self.no_key.any()):
+        sequence, and twice as many behind the last. Of a dense call it is empty."""
+        if self.is_dense:
             return {}
         table = {"seqused_q": self.used_q, "seqused_k": self.used_k, "key_start": self.start}
         if not self.is_padded:
@@ -203,7 +205,14 @@ BIASED: dict[str, dict[str, Any]] = {
     },
     "hidden": {"lengths": LENGTHS[0], "bias": "hqk", "hides_rows": True},
     "heads": {"lengths": LENGTHS[1], "bias": "hqk", "window": (-1, 0), "softcap": 2.0},
-    "dense": {"lengths": [(200, 200)] * 2, "bias": "hqk", "window": (-1, 0)},
+    "dense": {"lengths": [(200, 200)] * 2, "is_dense": True, "bias": "hqk", "window": (-1, 0)},
+    "splits": {
+        "lengths": [(200, 200)] * 2,
+        "is_dense": True,
+        "bias": "qk",
+        "heads": 6,
+        "window": (-1, 0),
+    },
     "keys": {"lengths": LENGTHS[2], "bias": "bk", "heads": 6, "bias_dtype": torch.bfloat16},
     "one": {"lengths": LENGTHS[1], "bias": "q", "slopes": "h", "bias_dtype": torch.bfloat16},
 }

@@ -74,8 +74,8 @@ struct PreprocessKernel {
                head * view.stride_head + (rows.first + in_block) * view.stride_row;
       };
       float sum = 0.f, lse = 0.f, dlse = 0.f;
-      if (exists && thread % kLanes == 0) {  // they arrive during the product
-        lse = *row_of(params.lse);
+      if (exists && thread % kLanes == 0) {                 // they arrive during the product
+        lse = *row_of(params.lse);                          // fault: lse-layout
         if (params.dlse.data) dlse = *row_of(params.dlse);  // fault: bwd-dlse
       }
       if (exists) sum = dot(row_of(params.dout), row_of(params.out), params.head_dim_v, thread);

@@ -35,9 +35,9 @@ struct BiasTiles {
     cutlass::FastDivmod heads;
     cutlass::FastDivmod shared_row_blocks;
     cutlass::FastDivmod shared_heads;
-    cutlass::FastDivmod group;  // heads of Q that share one of K and V
-    int shared;                 // blocks of rows that share a tile,
-    int shared_of_split;        // and those of a split
+    cutlass::FastDivmod group_size;
+    int shared;           // blocks of rows that share a tile,
+    int shared_of_split;  // and those of a split
     int splits;
     bool are_alike;  // if one of the blocks of rows sees no key of the tile, none does
     int stats_rows;  // of a sequence, in the statistics, and
@@ -52,7 +52,7 @@ struct BiasTiles {
           heads(params.dbias.has_heads ? params.heads_q : 1),
           shared_row_blocks(params.dbias.has_rows ? 1 : blocks(params.len_q, kBlockM)),
           shared_heads(params.dbias.has_heads ? 1 : params.heads_q),
-          group(params.group_size),
+          group_size(params.group_size),
           shared(shared_row_blocks.divisor * shared_heads.divisor *
                  (params.dbias.has_batch ? 1 : params.batch)),
           shared_of_split(blocks(shared, splits)),
@@ -146,7 +146,7 @@ struct BiasTiles {
     platform::sync_cta();  // the sums are there, of all threads
     store_rows(arguments, tile, memory);
   }
-  // The same of a tile to which nothing was added.
+  // Stores zeros: no block was added to the tile.
   static CUTE_DEVICE void store_zeros(const Arguments& arguments, const Tile& tile) {
     store_rows(arguments, tile, nullptr);
   }
@@ -159,7 +159,7 @@ struct BiasTiles {
     arguments.shared_row_blocks(batch, row_block, block.number);
     arguments.shared_heads(batch, head, batch);
     block.at = {tile.at.m_block + row_block, tile.at.head + head, tile.at.batch + batch, 0};
-    block.kv_head = arguments.group.div(block.at.head);
+    block.kv_head = arguments.group_size.div(block.at.head);
     block.sequence = Sequence::of<MaskKind::kScored>(params, block.at.batch);
     const Sequence& sequence = block.sequence;
     const Mask<MaskKind::kScored, UnpackedRows> mask(params, sequence, UnpackedRows{});
