@@ -1,5 +1,5 @@
 """Shows what serves this machine, and checks its results. Exit status 0: all are right.
-`python -m flash_cute plan --help`: which kernel a call would run.
+`python -m flash_cute plan --help`: which kernel a dense call would run.
 `python -m flash_cute hub --help`: how to make it a kernel of Hugging Face's hub.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m flash_cute plan`: which kernel a call would run, with which tile, splits and waves.
+"""`python -m flash_cute plan`: which kernel a dense call would run, with which tile, splits, waves.
 
 The library plans as it does for a real call (`torch.ops.flash_cute.plan`), for the GPU that is
 there or for one of a table, so no GPU is needed.
@@ -94,7 +94,7 @@ UNSEEN = {
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flash_cute plan",
-        description="Which kernel a call would run, with which tile, splits and waves.",
+        description="Which kernel a dense call would run, with which tile, splits and waves.",
     )
     for name, default, what in SIZES:
         parser.add_argument(
