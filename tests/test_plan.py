@@ -192,7 +192,7 @@ def test_strides_and_scale_that_sm90_takes(options: dict[str, int], why_not: str
         ((1, 16, 16, 1024, 64), "full", 128),
         ((1, 16, 16, 2048, 64), "full", 256),
         ((1, 16, 16, 2048, 64), "causal", 128),
-        ((1, 16, 16, 2048, 64), "window", 256),
+        ((1, 16, 16, 2048, 64), "window 1024", 256),
         ((1, 16, 16, 4096, 64), "causal", 256),
         # An eighth to a quarter less to do, in tiles that take two fifths more time for a row.
         ((16, 32, 32, 1152, 64), "full", 256),
@@ -205,6 +205,11 @@ def test_strides_and_scale_that_sm90_takes(options: dict[str, int], why_not: str
         ((32, 16, 16, 512, 128), "full", 128),
         ((8, 16, 16, 2048, 128), "full", 192),
         ((4, 16, 16, 4096, 128), "causal", 192),
+        # Rows of a large tile leave much of its keys out.
+        ((1, 16, 16, 32768, 128), "window 128", 128),
+        ((1, 16, 16, 8192, 128), "window 512", 128),
+        ((1, 16, 16, 32768, 128), "window 4096", 192),
+        ((1, 16, 16, 32768, 64), "window 128", 256),
         # Heads that are rows of one sequence: 64 for a query, but no more.
         ((64, 64, 1, 6, 128), "full", 192),
         ((64, 128, 1, 128, 128), "causal", 128),
@@ -212,7 +217,9 @@ def test_strides_and_scale_that_sm90_takes(options: dict[str, int], why_not: str
 )
 def test_tiles_of_sm90(sizes: tuple[int, ...], mask: str, block_m: int) -> None:
     *heads, length, head_dim = sizes
-    window = {"window_left": length // 2, "window_right": 0} if mask == "window" else {}
+    window = {}
+    if mask.startswith("window"):
+        window = {"window_left": int(mask.split()[1]) - 1, "window_right": 0}
     call = *heads, length, max(length, 128), head_dim
     assert plan("H100", *call, causal=mask == "causal", **window)["block_m"] == block_m
 

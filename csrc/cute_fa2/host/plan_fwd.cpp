@@ -1,6 +1,7 @@
 #include "host/plan_fwd.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <iterator>
 #include <limits>
@@ -193,8 +194,36 @@ struct ChoiceSm90 {
   TailSplit tail;
 };
 
+// Query rows x keys that the busiest SM goes through under a window. Tiles have as many keys, but
+// where the keys begin and end: these are short, and fill gaps behind the others. Beside its keys a
+// tile takes as long as of 200 more. That was measured (notes/sm90_forward.md).
+double window_work(const FwdParams& params, const GqaLayout& gqa, const FwdConfigSm90& config,
+                   const TailSplit& tail, int multiprocessors) {
+  const Band& band = params.band;
+  const int block_m = config.block_m(), block_n = config.block_n;
+  const int64_t seen = std::max<int64_t>(1, int64_t{band.end} - band.begin);  // by a query
+  const int64_t queries = std::max(1, block_m >> gqa.log2_rows);
+  const int64_t blocks = ceil_div(seen - 1, block_n) + ceil_div(queries, block_n);
+  const int64_t keys = std::min(blocks, ceil_div(params.len_k, block_n)) * block_n + 200;
+  const int64_t tiles = gqa.tiles(params, block_m);
+  if (tiles < multiprocessors) return tail.time(params, block_m, multiprocessors) * keys;
+
+  const auto rows = [&](int64_t count) {
+    return static_cast<double>(std::clamp<int64_t>(count, 0, params.len_q));
+  };
+  const double cut = rows(-int64_t{band.begin}) +  // queries that see fewer keys
+                     rows(int64_t{params.len_q} - 1 + band.end - params.len_k);
+  const double short_tiles = tiles * std::min(1.0, cut / params.len_q);
+  const double long_tiles = tiles - short_tiles;
+  double rounds = std::ceil(long_tiles / multiprocessors);
+  const double left = (long_tiles + 0.6 * short_tiles) / multiprocessors - rounds;
+  if (left > 0) rounds += std::max(rounds > 1 ? 0.5 : 0.9, left);  // some short ones fit no gap
+  return rounds * block_m * keys;
+}
+
 // The entry that takes an SM the least time: row_cost x query rows x keys in whole blocks. So long
-// sequences get large tiles. Few queries get small ones, which more SMs share.
+// sequences get large tiles. Few queries get small ones, which more SMs share; and so do narrow
+// windows, of which the rows of a large tile leave much of its keys out.
 ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiprocessors) {
   ChoiceSm90 best;
   double least = std::numeric_limits<double>::infinity();
@@ -206,8 +235,11 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
     const GqaLayout gqa = gqa_layout(params, block_m, max_rows_per_query_sm90(params));
     const TailSplit tail =
         TailSplit::make(params, block_m, gqa.tiles(params, block_m), multiprocessors);
-    const double rows = tail.time(params, block_m, multiprocessors);
-    const double time = entry.row_cost * rows * (ceil_div(params.len_k, block_n) * block_n);
+    const double work = params.is_window()
+                            ? window_work(params, gqa, entry.config, tail, multiprocessors)
+                            : tail.time(params, block_m, multiprocessors) *
+                                  ceil_div(params.len_k, block_n) * block_n;
+    const double time = entry.row_cost * work;
     if (time < least) {
       least = time;
       best = {static_cast<int>(i), gqa, tail};
