@@ -91,6 +91,7 @@ class Case:
     def documents_q(self) -> tuple[int, ...]:
         """The queries of each of the documents."""
         count = len(self.documents)
+        assert not count or self.q_len == self.kv_len or self.q_len % count == 0
         return self.documents if self.q_len == self.kv_len else (self.q_len // count,) * count
 
     def parts(self) -> list[Case]:
@@ -338,8 +339,8 @@ def window() -> Iterator[Case]:
 
 
 def chunks() -> Iterator[Case]:
-    """Some queries against a longer context: prompts in chunks, and speculation. Then packed: as
-    long contexts, and such of several lengths."""
+    """Some queries against a longer context: prompts in chunks, and speculation. Then the same
+    packed: contexts of one length, and of several."""
     for heads, kv_heads, head_dim in ((32, 8, 128), (16, 16, 128), (32, 32, 64)):
         for kv_len in (2048, 8192, 32768):
             for q_len in (128, 256, 1000):

@@ -127,8 +127,8 @@ def build_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--json", type=Path, metavar="PATH",
                         help="save the rows (bench.plot draws them)")  # fmt: skip
-    output.add_argument("--commit", help="recorded where it cannot be told: outside of git, or of "
-                        "an installed flash_cute")  # fmt: skip
+    output.add_argument("--commit", help="recorded in place of the checkout's, as of an installed "
+                        "flash_cute")  # fmt: skip
     return parser
 
 
@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
 
     meta = environment.describe(device, without_folders(argv))
     meta |= {"suite": args.suite, "rounds": args.rounds}
-    meta["commit"] = meta["commit"] or args.commit
+    meta["commit"] = args.commit or meta["commit"]
     result: dict[str, Any] = {"meta": meta, "rows": []}
     options_of_what = ("host_time", "doors", "memory", "accuracy")
     what = next((x for x in options_of_what if getattr(args, x)), f"{len(cases)} case(s)")

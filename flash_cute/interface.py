@@ -71,7 +71,7 @@ def forward(
         alibi_slopes: (Hq,) or (B, Hq), fp32. slope * |d - j| is taken from the score of key j. They
             have no gradient.
         bias: (B, Hq, Nq, Nk), or 1 in place of some of these; q's dtype or fp32. It is added to the
-            scores after `softcap`. -inf hides a key, but not NaN or Inf in it.
+            scores after `softcap`. -inf hides a key, unless k or v is NaN or Inf there.
         learnable_sink: (Hq,), fp32, fp16 or bf16 (or q's dtype): the score of one more key for each
             head, whose value is 0. Scale, softcap, bias and mask leave it alone.
         seqused_k: (B,), int32: sequence b has the keys below seqused_k[b], and Nk above stands for
@@ -117,7 +117,7 @@ def forward(
     Under `torch.autocast` the inputs are cast as those of PyTorch's SDPA are. Work is queued on the
     current stream of q's device; nothing waits for it. So the values of seqused_k and key_start are
     not checked. With FLASH_CUTE_CHECK=1 in the environment they are, which waits; a wrong one
-    raises ValueError. It sees none of compiled code, and none that vmap maps over.
+    raises ValueError. In compiled code, or where vmap maps over them, they are not checked.
     """
     if (
         not _is_dynamo_compiling()  # first, as Dynamo cannot trace the others

@@ -207,7 +207,8 @@ def refusal_of_memory(name: str, x: Tensor, inputs: dict[str, Any]) -> Exception
 
 @checks.assume_constant_result
 def looks_at_values() -> bool:
-    return os.environ.get("FLASH_CUTE_CHECK", "") not in ("", "0")
+    off = ("", "0", "false", "off", "no")
+    return os.environ.get("FLASH_CUTE_CHECK", "").lower() not in off
 
 
 def have_values(*tensors: Tensor | None) -> bool:

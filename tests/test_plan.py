@@ -210,6 +210,8 @@ def test_strides_and_scale_that_sm90_takes(options: dict[str, int], why_not: str
         ((1, 16, 16, 8192, 128), "window 512", 128),
         ((1, 16, 16, 32768, 128), "window 4096", 192),
         ((1, 16, 16, 32768, 64), "window 128", 256),
+        # About the diagonal, a small tile touches three blocks of 128 keys.
+        ((1, 16, 16, 32768, 128), "window 64 64", 192),
         # Heads that are rows of one sequence: 64 for a query, but no more.
         ((64, 64, 1, 6, 128), "full", 192),
         ((64, 128, 1, 128, 128), "causal", 128),
@@ -219,7 +221,8 @@ def test_tiles_of_sm90(sizes: tuple[int, ...], mask: str, block_m: int) -> None:
     *heads, length, head_dim = sizes
     window = {}
     if mask.startswith("window"):
-        window = {"window_left": int(mask.split()[1]) - 1, "window_right": 0}
+        seen, right = (*map(int, mask.split()[1:]), 0)[:2]
+        window = {"window_left": seen - 1, "window_right": right}
     call = *heads, length, max(length, 128), head_dim
     assert plan("H100", *call, causal=mask == "causal", **window)["block_m"] == block_m
 

@@ -194,31 +194,48 @@ struct ChoiceSm90 {
   TailSplit tail;
 };
 
-// Query rows x keys that the busiest SM goes through under a window. Tiles have as many keys, but
-// where the keys begin and end: these are short, and fill gaps behind the others. Beside its keys a
-// tile takes as long as of 200 more. That was measured (notes/sm90_forward.md).
+// Query rows x keys that the busiest SM goes through under a window. All tiles go through as many
+// keys, but those whose windows reach beyond the first or the last key: short tiles, which fill
+// gaps behind the others. Around its keys a tile takes as long as 200 keys more do
+// (notes/sm90_forward.md).
 double window_work(const FwdParams& params, const GqaLayout& gqa, const FwdConfigSm90& config,
                    const TailSplit& tail, int multiprocessors) {
-  const Band& band = params.band;
+  constexpr int kAround = 200;
   const int block_m = config.block_m(), block_n = config.block_n;
-  const int64_t seen = std::max<int64_t>(1, int64_t{band.end} - band.begin);  // by a query
+  const int64_t begin = params.band.begin, end = params.band.end;
+  const int64_t len_q = params.len_q, len_k = params.len_k;
   const int64_t queries = std::max(1, block_m >> gqa.log2_rows);
-  const int64_t blocks = ceil_div(seen - 1, block_n) + ceil_div(queries, block_n);
-  const int64_t keys = std::min(blocks, ceil_div(params.len_k, block_n)) * block_n + 200;
+  // The first tile's blocks, as if there were keys ahead of the first one.
+  const int64_t into_block = (begin % block_n + block_n) % block_n;
+  const int64_t blocks =
+      ceil_div(into_block + std::max<int64_t>(1, end - begin) - 1 + queries, block_n);
+  const int64_t keys = std::min(blocks, ceil_div(len_k, block_n)) * block_n;
   const int64_t tiles = gqa.tiles(params, block_m);
-  if (tiles < multiprocessors) return tail.time(params, block_m, multiprocessors) * keys;
+  const int64_t time = keys + kAround;  // of a whole tile
+  if (tiles < multiprocessors) return tail.time(params, block_m, multiprocessors) * time;
 
-  const auto rows = [&](int64_t count) {
-    return static_cast<double>(std::clamp<int64_t>(count, 0, params.len_q));
-  };
-  const double cut = rows(-int64_t{band.begin}) +  // queries that see fewer keys
-                     rows(int64_t{params.len_q} - 1 + band.end - params.len_k);
-  const double short_tiles = tiles * std::min(1.0, cut / params.len_q);
-  const double long_tiles = tiles - short_tiles;
-  double rounds = std::ceil(long_tiles / multiprocessors);
-  const double left = (long_tiles + 0.6 * short_tiles) / multiprocessors - rounds;
-  if (left > 0) rounds += std::max(rounds > 1 ? 0.5 : 0.9, left);  // some short ones fit no gap
-  return rounds * block_m * keys;
+  // Queries that see fewer keys, and how many keys the first and the last tile have.
+  const double cut_begin = std::clamp<int64_t>(-begin, 0, len_q);
+  const double cut_end = std::clamp<int64_t>(len_q - 1 + end - len_k, 0, len_q);
+  const double cut = cut_begin + cut_end;
+  const double first = std::clamp<int64_t>(end - 1 + queries, 0, keys);
+  const double last = std::clamp<int64_t>(len_k - len_q - begin + queries, 0, keys);
+  const double least = cut > 0 ? (cut_begin * first + cut_end * last) / cut : keys;
+  const double shortest = (least + kAround) / time;  // of a whole tile's time
+  const double short_tiles = tiles * std::min(1.0, cut / len_q), whole_tiles = tiles - short_tiles;
+
+  double rounds = std::ceil(whole_tiles / multiprocessors);
+  const double work = whole_tiles + short_tiles * (1 + shortest) / 2;
+  const double left = work / multiprocessors - rounds;
+  if (left > 0) rounds += rounds > 1 ? std::max(0.5, left) : left;  // some short ones fit no gap
+  // Of the longest round x multiprocessors + 1 tiles some SM has round + 1. Few rounds show it.
+  const int64_t whole_rounds = std::max(1.0, std::ceil(whole_tiles / multiprocessors));
+  for (int64_t round = whole_rounds; round < whole_rounds + 4; ++round) {
+    const double behind = round * multiprocessors - whole_tiles;
+    if (behind >= short_tiles) break;
+    rounds = std::max(rounds, (round + 1) * (1 - (1 - shortest) * behind / short_tiles));
+  }
+  return rounds * block_m * time;
 }
 
 // The entry that takes an SM the least time: row_cost x query rows x keys in whole blocks. So long
@@ -227,8 +244,10 @@ double window_work(const FwdParams& params, const GqaLayout& gqa, const FwdConfi
 ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiprocessors) {
   ChoiceSm90 best;
   double least = std::numeric_limits<double>::infinity();
+  // Changed scores have other costs, which were not timed under windows.
+  const bool by_window = params.is_window() && params.mask != MaskKind::kScored;
   // The larger tile comes first. Another has to save more than a window's estimate may be off.
-  const double margin = params.is_window() ? 0.985 : 1.0;
+  const double margin = by_window ? 0.985 : 1.0;
   for (size_t i = 0; i < std::size(kFwdTilesSm90); ++i) {
     const TileEntrySm90& entry = kFwdTilesSm90[i];
     if (entry.config.head_dim != head_dim || entry.config.head_dim_v < params.head_dim_v) continue;
@@ -237,10 +256,9 @@ ChoiceSm90 choose_tile_sm90(const FwdParams& params, int head_dim, int multiproc
     const GqaLayout gqa = gqa_layout(params, block_m, max_rows_per_query_sm90(params));
     const TailSplit tail =
         TailSplit::make(params, block_m, gqa.tiles(params, block_m), multiprocessors);
-    const double work = params.is_window()
-                            ? window_work(params, gqa, entry.config, tail, multiprocessors)
-                            : tail.time(params, block_m, multiprocessors) *
-                                  ceil_div(params.len_k, block_n) * block_n;
+    const double work = by_window ? window_work(params, gqa, entry.config, tail, multiprocessors)
+                                  : tail.time(params, block_m, multiprocessors) *
+                                        ceil_div(params.len_k, block_n) * block_n;
     const double time = entry.row_cost * work;
     if (time < margin * least) {
       least = time;
