@@ -101,8 +101,9 @@ def test_random_calls_of_fp32(sm80, seed):
 @pytest.mark.parametrize("size", [1e-30, 6.0, 1e3])
 @pytest.mark.parametrize("head_dim, len_k", [(64, 1024), (128, 1024), (256, 500)])
 def test_scores_of_fp32(sm80, head_dim, len_k, size):
-    """Sharp ones, in which errors do not average out."""
-    q, k, v = random_inputs(1, 1, 40, head_dim, len_k=len_k, dtype=FP32)
+    """Sharp ones, in which errors do not average out. So the yardstick's greatest error is one of
+    many rows: of few it is luck, which differs from CPU to CPU."""
+    q, k, v = random_inputs(1, 1, 400, head_dim, len_k=len_k, dtype=FP32)
     sm80.check(q * size, k, v)
 
 
