@@ -94,6 +94,9 @@ BACKWARD_SM90 = [
         f"{WRONG}|nobody has written",
     ),
     Fault("bwd90-rest", "= FinishedBlocks::kNone", "nobody has written"),
+    Fault("window-ds-full", "", READ),
+    Fault("window-ds-empty", "", "still reads|has read"),
+    Fault("window-k-empty", "", "still reads|has read"),
 ]
 PACKED = [
     Fault("packed-band", "= len_k - len_q + 1", WRONG),

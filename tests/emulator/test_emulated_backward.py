@@ -192,6 +192,31 @@ def test_blocks_of_dq_that_ctas_share(library, seed):
     sm90.check_backward(*inputs, seed >= 3, head_splits=1, seed=seed)
 
 
+NARROW = [(128, 0), (127, 0), (64, 64), (0, 128), (63, 0), (0, 0), (10, 60), (100, 0)]
+
+
+@pytest.mark.parametrize("window", NARROW)
+def test_narrow_windows(library, window):
+    """Where a CTA walks along the diagonal: tiles of several lengths, and the ends of a sequence."""
+    left, right = window
+    for head_dim, length, multiprocessors, seed in [
+        (64, 200, 4, 0),
+        (64, 581, 2, 1),
+        (128, 300, 4, 2),
+        (96, 640, 3, 3),
+        (20, 449, 1, 4),
+    ]:
+        sm90 = Emulator(library, 90, multiprocessors=multiprocessors)
+        inputs = random_inputs(1, 2, length, head_dim)
+        call = {"window_left": left, "window_right": right}
+        sizes = {"batch": 1, "heads_q": 2, "heads_kv": 2, "len_q": length, "len_k": length}
+        assert sm90.plan(backward=1, head_dim=head_dim, **sizes, **call)["dq_by"] == "window"
+        call["has_dlse"] = True
+        first, _ = sm90.check_backward(*inputs, **call, seed=seed)
+        again, _ = sm90.check_backward(*inputs, **call, seed=seed + 10)
+        assert all(map(torch.equal, first, again))
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_calls_of_fp32(sm80, seed):
     inputs, call = random_call(seed, FP32)

@@ -139,6 +139,8 @@ const char* name_of(DqBy dq_by) {
       return "sums";
     case DqBy::kOwnKernel:
       return "own kernel";
+    case DqBy::kWindow:
+      return "window";
   }
   __builtin_unreachable();
 }

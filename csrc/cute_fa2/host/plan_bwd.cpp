@@ -1,6 +1,7 @@
 #include "host/plan_bwd.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "host/built.h"
 #include "host/named_numbers.h"
@@ -175,8 +176,8 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
   plan.bias_splits = choose_bias_splits(params, plan, device);
   plan.order = order_tiles(params, plan, device);
   const int tiles_of_all = params.is_packed() ? static_cast<int>(tiles) : plan.order.tiles();
-  plan.ctas =
-      plan.arch == Arch::kSm80 ? tiles_of_all : std::min(tiles_of_all, device.multiprocessors);
+  const bool has_cta_each = plan.arch == Arch::kSm80 || plan.dq_by == DqBy::kWindow;
+  plan.ctas = has_cta_each ? tiles_of_all : std::min(tiles_of_all, device.multiprocessors);
   Allocator count(nullptr);
   allocate(count, plan, params);
   if (params.is_packed()) {
@@ -273,6 +274,36 @@ bool lacks_strips(const BwdParams& p, const BwdConfigSm90& tile) {
   return lacks(p.head_dim, tile.head_dim) || lacks(p.head_dim_v, tile.head_dim_v);
 }
 
+// A window of which sm90/bwd/window/ has kernels, and how many blocks a tile has there; or none.
+// Rows and keys are numbered alike, and no head of K has two of Q: a CTA would keep dQ of several.
+NarrowWindow narrow_window(const BwdParams& params, const BwdEntrySm90& entry,
+                           const DeviceProperties& device) {
+  constexpr int kBlock = WindowConfigSm90::kBlock;
+  const Band& band = params.band;
+  const SequenceTable& table = params.sequences;
+  const bool are_alike = params.len_q == params.len_k && table.cu_seqlens_q == table.cu_seqlens_k &&
+                         !table.seqused_q && !table.seqused_k && !table.key_start;
+  if (!entry.has_window(params.mask) || !are_alike || params.group_size > 1) return {};
+  if (params.len_k <= entry.keys.block_n() || band.begin > 0 || band.end < 1) return {};
+  NarrowWindow window = {static_cast<int>(ceil_div(-int64_t{band.begin}, kBlock)),
+                         static_cast<int>(ceil_div(int64_t{band.end} - 1, kBlock)), 0};
+  if (int64_t{window.before} + window.behind >= WindowConfigSm90::kSpan) return {};
+  // Tiles for each CTA at once, or some times over: so that the busiest one has the least to do. A
+  // tile reads two blocks more, and ends.
+  constexpr int kMore = 3, kLeast = 4;
+  const int64_t heads = entries(params) * params.heads_q;
+  const int64_t blocks = ceil_div(params.len_k, kBlock), ctas = device.multiprocessors;
+  const int64_t first = ceil_div(heads, ctas);
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int64_t waves = first; waves < first + 8; ++waves) {
+    const int64_t stretch = std::max<int64_t>(ceil_div(blocks, waves * ctas / heads), kLeast);
+    if (waves * (stretch + kMore) >= least) continue;
+    least = waves * (stretch + kMore);
+    window.stretch = static_cast<int>(stretch);
+  }
+  return window;
+}
+
 BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
                   const DeviceProperties& device, EncodeBwdTensorMaps encode_tensor_maps) {
   BwdPlan plan{};
@@ -289,10 +320,15 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   }
   plan.block_m = entry.keys.kBlockM;
   plan.block_n = entry.keys.block_n();
+  plan.window = narrow_window(params, entry, device);
+  if (plan.window.stretch > 0) {
+    plan.block_n = plan.window.stretch * WindowConfigSm90::kBlock;
+  }
   count_blocks(plan, params);
   // Sums in memory are in any order.
   const bool one_pass = entry.keys.is_one_pass();
-  plan.dq_by = one_pass && plan.n_blocks == 1 && !params.is_packed() ? DqBy::kTile
+  plan.dq_by = plan.window.stretch > 0                               ? DqBy::kWindow
+               : one_pass && plan.n_blocks == 1 && !params.is_packed() ? DqBy::kTile
                : one_pass && !params.deterministic                   ? DqBy::kSums
                                                                      : DqBy::kOwnKernel;
   if (plan.dq_by == DqBy::kOwnKernel) {

@@ -41,8 +41,18 @@ struct BwdTensorMaps {
 };
 
 // Where dQ comes from. kTile: a tile of keys has all keys, and stores dQ. kSums: tiles of keys add
-// their parts in memory. kOwnKernel: tiles of query rows (sm90; sm80/bwd/large/).
-enum class DqBy { kTile, kSums, kOwnKernel };
+// their parts in memory. kOwnKernel: tiles of query rows (sm90; sm80/bwd/large/). kWindow: a tile
+// of keys has those of its rows under a narrow window (sm90/bwd/window/).
+enum class DqBy { kTile, kSums, kOwnKernel, kWindow };
+
+// A window of which a block of 64 rows sees three blocks of 64 keys at most.
+struct NarrowWindow {
+  int before;   // blocks of keys that it sees ahead of the diagonal, and
+  int behind;   // behind it
+  int stretch;  // blocks of rows, and of keys, of a tile
+
+  FLASH_CUTE_HOST_DEVICE int reach() const { return before + behind; }
+};
 
 struct BwdPlan {
   Arch arch;
@@ -56,6 +66,7 @@ struct BwdPlan {
   int block_m;
   int block_n;
   DqBy dq_by;
+  NarrowWindow window;  // of DqBy::kWindow
   int m_blocks;
   int n_blocks;
   int head_splits;

@@ -76,12 +76,36 @@ struct DqConfigSm90 {
   }
 };
 
+// A stretch of the diagonal under a narrow window: rows with all their keys (sm90/bwd/window/).
+struct WindowConfigSm90 {
+  int head_dim;  // of all tensors
+
+  static constexpr int kBlock = 64;  // rows or keys
+  static constexpr int kSpan = 3;    // blocks of keys that a block of rows sees
+  static constexpr int kConsumers = 2;
+  static constexpr int kKStages = 4;  // blocks of K in shared memory; of V a consumer has one
+  static constexpr int kStages = 2;   // blocks of Q and dO, and of dS with all that they see
+
+  constexpr WarpgroupRoles roles() const { return {kConsumers}; }
+  // K, V, Q, dO, dS; statistics and barriers in 2 KB.
+  constexpr int smem_bytes(int element_bytes) const {
+    const int tiles = kKStages + kConsumers + 2 * kStages;
+    const int ds = kStages * kSpan * kBlock * kBlock;
+    return (tiles * kBlock * head_dim + ds) * element_bytes + 2048;
+  }
+};
+
 struct BwdEntrySm90 {
   BwdConfigSm90 keys;
   DqConfigSm90 rows;
   bool bias = false;  // its kernels read a bias; others would spill
 
   constexpr int head_dim() const { return keys.head_dim; }
+  constexpr WindowConfigSm90 window() const { return {head_dim()}; }
+  // Whether it has kernels for narrow windows.
+  constexpr bool has_window(MaskKind mask) const {
+    return keys.is_one_pass() && (mask == MaskKind::kBanded || mask == MaskKind::kPacked);
+  }
 };
 
 // Of several entries for a head dim, with columns enough for V, a call gets the first.

@@ -29,6 +29,7 @@ struct BwdArguments {
   int tiles;     // of keys, shared out among
   int ctas;
   PackedTiles packed_tiles;  // in place of the decoder, for MaskKind::kPacked
+  NarrowWindow window;       // of DqBy::kWindow
 
   template <MaskKind kMask>
   CUTE_DEVICE int tile_count() const {

@@ -11,6 +11,7 @@
 #include "sm90/bwd/dkv/kernel.h"
 #include "sm90/bwd/dq/kernel.h"
 #include "sm90/bwd/kernel.h"
+#include "sm90/bwd/window/kernel.h"
 #include "static_switch.h"
 #include "tiles/bwd_sm90.h"
 
@@ -67,7 +68,15 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
       static_cast<int>(ceil_div(int64_t{params.group_size} * params.m_blocks, consumers)),
       plan.order.tiles(),
       plan.ctas,
-      PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group)};
+      PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group),
+      plan.window};
+  if constexpr (kEntry.has_window(kMask)) {
+    if (plan.dq_by == DqBy::kWindow) {
+      using Traits = WindowTraits<kDType, kEntry.window()>;
+      return run_grid<WindowKernel<Traits, kMask>>(arguments, plan.ctas, device, stream,
+                                                   /*overlaps=*/true);
+    }
+  }
   constexpr bool kReadsBias = kMask == MaskKind::kScored && kEntry.bias;
   if constexpr (kEntry.keys.is_one_pass()) {
     using Traits = BwdTraits<kDType, kEntry.keys, kReadsBias, kEntry.keys.staggers(kMask)>;

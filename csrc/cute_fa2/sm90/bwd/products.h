@@ -11,11 +11,11 @@
 
 namespace flash_cute::sm90 {
 
-// C = A B over kDepth. A and B in shared memory (SharedOperand).
-template <int kDepth, class Mma, class A, class B, class C>
+// C = A B over kDepth, or C += A B. A and B in shared memory (SharedOperand).
+template <int kDepth, bool kAdds = false, class Mma, class A, class B, class C>
 CUTE_DEVICE void gemm_ss(Mma mma, const A& a, const B& b, C& rC) {
   using namespace cute;
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  mma.accumulate_ = kAdds ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
   warpgroup_fence_operand(rC);
   hopper::wgmma_fence();
   CUTE_UNROLL
