@@ -327,10 +327,10 @@ BwdPlan plan_sm90(const BwdParams& params, const BwdOverrides& overrides,
   count_blocks(plan, params);
   // Sums in memory are in any order.
   const bool one_pass = entry.keys.is_one_pass();
-  plan.dq_by = plan.window.stretch > 0                               ? DqBy::kWindow
+  plan.dq_by = plan.window.stretch > 0                                 ? DqBy::kWindow
                : one_pass && plan.n_blocks == 1 && !params.is_packed() ? DqBy::kTile
-               : one_pass && !params.deterministic                   ? DqBy::kSums
-                                                                     : DqBy::kOwnKernel;
+               : one_pass && !params.deterministic                     ? DqBy::kSums
+                                                                       : DqBy::kOwnKernel;
   if (plan.dq_by == DqBy::kOwnKernel) {
     set_dq_tiles(plan, params, entry.rows.block_m(), device);
   }

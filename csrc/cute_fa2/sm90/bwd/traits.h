@@ -15,10 +15,10 @@
 namespace flash_cute::sm90 {
 
 template <DType kDType, BwdConfigSm90 kConfig_, bool kReadsBias_, bool kStaggers>
-struct BwdTraits : OnePassTypes<ElementOf<kDType>, kConfig_.head_dim, kConfig_.head_dim_v,
-                                kConfig_.block_n()> {
-  using Types = OnePassTypes<ElementOf<kDType>, kConfig_.head_dim, kConfig_.head_dim_v,
-                             kConfig_.block_n()>;
+struct BwdTraits
+    : OnePassTypes<ElementOf<kDType>, kConfig_.head_dim, kConfig_.head_dim_v, kConfig_.block_n()> {
+  using Types =
+      OnePassTypes<ElementOf<kDType>, kConfig_.head_dim, kConfig_.head_dim_v, kConfig_.block_n()>;
   using typename Types::Element;
   using typename Types::ShapeDout;
   using typename Types::ShapeDs;

@@ -17,6 +17,7 @@
 #include "sm90/bwd/arguments.h"
 #include "sm90/bwd/products.h"
 #include "sm90/bwd/transposed_scores.h"
+#include "sm90/bwd/window/store.h"
 #include "sm90/bwd/window/stretch.h"
 #include "sm90/hopper.h"
 #include "sm90/shared_operand.h"
@@ -241,7 +242,7 @@ class WindowMainloop {
   // Issues dQ of rows j.
   template <class Dq>
   CUTE_DEVICE void gemm_dq(int j, Dq& tdQrdQ, bool is_ds_full) {
-    smem_.ds_full[j % kStages].wait(j / kStages % 2, is_ds_full);  // fault: window-ds-full
+    smem_.ds_full[j % kStages].wait(j / kStages % 2, is_ds_full);   // fault: window-ds-full
     smem_.k_full[(j + 1) % kKStages].wait((j + 1) / kKStages % 2);  // the other consumer's keys
     gemm_ss<kBlock>(MmaDq{}, ds_operand(j, j), kt_operand(j), tdQrdQ);
     CUTE_UNROLL
@@ -249,7 +250,8 @@ class WindowMainloop {
       gemm_ss<kBlock, true>(MmaDq{}, ds_operand(j + i, j), kt_operand(j + i), tdQrdQ);
     }
   }
-  // dQ is complete: releases dS of the rows, and those keys that no dQ of this consumer reads again.
+  // dQ is complete: releases dS of the rows, and those keys that no dQ of this consumer reads
+  // again.
   template <class Dq>
   CUTE_DEVICE void store_dq(int j, Dq& tdQrdQ) {
     warpgroup_fence_operand(tdQrdQ);
@@ -257,9 +259,9 @@ class WindowMainloop {
     hopper::arrive_of_warp(smem_.k_empty[j % kKStages]);        // its own
     hopper::arrive_of_warp(smem_.k_empty[(j + 1) % kKStages]);  // the other's
     const TileCoord& at = tile_.at;
-    store_gradient_of_quads<Element>(
-        place_of_dq(params_, tile_.sequence, at.batch, at.head),
-        stretch_.row0(j), params_.scale.scale, tdQrdQ, hopper::thread_in_warpgroup_here());
+    store_gradient_of_quads<Element>(place_of_dq(params_, tile_.sequence, at.batch, at.head),
+                                     stretch_.row0(j), params_.scale.scale, tdQrdQ,
+                                     hopper::thread_in_warpgroup_here());
   }
 
   template <class Dk, class Dv>
@@ -267,12 +269,12 @@ class WindowMainloop {
     const TileCoord& at = tile_.at;
     const Sequence& sequence = tile_.sequence;
     const int thread = hopper::thread_in_warpgroup_here(), key0 = stretch_.key0(i);
-    store_gradient_of_quads<Element>({params_.dk, at.batch, at.head, sequence.first_k,
-                                      sequence.len_k, params_.head_dim},
-                                     key0, params_.scale.scale, tdKrdK, thread);
-    store_gradient_of_quads<Element>({params_.dv, at.batch, at.head, sequence.first_k,
-                                      sequence.len_k, params_.head_dim_v},
-                                     key0, 1.f, tdVrdV, thread);
+    store_gradient_of_quads<Element>(
+        {params_.dk, at.batch, at.head, sequence.first_k, sequence.len_k, params_.head_dim}, key0,
+        params_.scale.scale, tdKrdK, thread);
+    store_gradient_of_quads<Element>(
+        {params_.dv, at.batch, at.head, sequence.first_k, sequence.len_k, params_.head_dim_v}, key0,
+        1.f, tdVrdV, thread);
   }
 
   const BwdArguments& arguments_;

@@ -39,8 +39,8 @@ struct WindowTraits
     alignas(1024) Element v[kConsumers][cute::size(ShapeK{})];
     alignas(1024) Element q[kStages][cute::size(ShapeQ{})];
     alignas(1024) Element dout[kStages][cute::size(ShapeQ{})];
-    alignas(1024) Element ds[kStages][kSpan][cute::size(ShapeDs{})];  // of (j, i - j), as (keys,
-                                                                      // query rows)
+    alignas(1024) Element ds[kStages][kSpan][cute::size(ShapeDs{})];   // of (j, i - j), as (keys,
+                                                                       // query rows)
     alignas(128) TwoRowGradStats stats[kStages][Stretch::kBlock / 2];  // comes and goes with Q
     // Full: what TMA brought is visible to all consumers.
     hopper::Barrier k_full[kKStages];
