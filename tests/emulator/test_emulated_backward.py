@@ -197,7 +197,7 @@ NARROW = [(128, 0), (127, 0), (64, 64), (0, 128), (63, 0), (0, 0), (10, 60), (10
 
 @pytest.mark.parametrize("window", NARROW)
 def test_narrow_windows(library, window):
-    """Where a CTA walks along the diagonal: tiles of several lengths, and the ends of a sequence."""
+    """A CTA walks along the diagonal: tiles of several lengths, and the ends of a sequence."""
     left, right = window
     for head_dim, length, multiprocessors, seed in [
         (64, 200, 4, 0),
