@@ -378,6 +378,8 @@ def refusal(
 def _tensors_of(arguments: dict[str, Any]) -> dict[str, Any]:
     """Those beyond q, k and v."""
     tensors = {name: arguments.get(name) for name in ops.OPTIONAL}
+    if tensors["cu_seqlens_k"] is tensors["cu_seqlens_q"]:  # one for both stays one
+        tensors["cu_seqlens_k"] = None
     for name in _LENGTHS:
         if tensors[name] is not None:
             tensors[name] = options.lengths_of(tensors[name])

@@ -115,6 +115,9 @@ def main() -> None:
     biased += [(64, torch.float32), (100, torch.float32)]
     for head_dim, dtype in biased[share::shares]:
         check_biased(head_dim, dtype, has_sm90 and knows_out)
+    narrow = [d for d in build["head_dims"] if has_sm90 and d <= 128]
+    for head_dim in narrow[share::shares]:
+        check_narrow(head_dim)
     print("all calls done")
 
 
@@ -134,6 +137,22 @@ def check_biased(head_dim: int, dtype: torch.dtype, has_sm90: bool) -> None:
             assert_close(call(), results)
             for deterministic in (False, True):
                 assert_close(bwd(deterministic=deterministic), gradients)
+
+
+def check_narrow(head_dim: int) -> None:
+    """Windows whose backward walks along the diagonal on sm90, of dense and packed sequences."""
+    q, k, v, dout = torch.randn(4, 1, 3, 700, head_dim).to("cuda", torch.bfloat16)
+    ends = torch.tensor([0, 5, 5, 300, 700]).int().to("cuda")
+    for left, right in ((127, 0), (64, 64)):
+        band = {"window_left": left, "window_right": right}
+        for tensors, sequences in (
+            ((q, k, v, dout), ()),
+            ((x[0].transpose(0, 1) for x in (q, k, v, dout)), (None, None, None, ends, ends)),
+        ):
+            *qkv, given = tensors
+            results = ops.fwd(*qkv, *sequences, **band, tuning="arch=80")
+            bwd = functools.partial(ops.bwd, given, *qkv, *results, None, *sequences, **band)
+            assert_close(bwd()[:3], bwd(tuning="arch=80", deterministic=True)[:3])
 
 
 def check_packed(

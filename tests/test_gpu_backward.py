@@ -101,6 +101,7 @@ MASKS = {
     "full": {},
     "causal": {"window_right": 0},
     "window": {"window_left": 99, "window_right": 9},
+    "narrow window": {"window_left": 64, "window_right": 64},
 }
 
 

@@ -124,6 +124,8 @@ def test_plan(gpu: str, sizes: tuple[int, ...], causal: bool, expected: tuple[An
         ("H100", (16, 32, 32, 1024, 1024, 64), {"window_right": 0},
          ("sm90", 64, 192, 1, 8, "sums", 132)),
         ("H100", (2, 4, 4, 4096, 100, 64), {}, ("sm90", 64, 192, 1, 1, "tile", 8)),
+        ("H100", (1, 16, 16, 8192, 8192, 128), {"window_left": 128, "window_right": 0},
+         ("sm90", 64, 1024, 1, 4, "window", 128)),
         ("H100", (4, 8, 8, 4096, 4096, 256), {}, ("sm90", 64, 64, 1, 1, "own kernel", 132)),
         ("A100", (4, 16, 16, 4096, 4096, 128), {}, ("sm80", 64, 128, 1, 1, "sums", 2048)),
         ("RTX 4090", (4, 16, 16, 4096, 4096, 64), {}, ("sm80", 64, 128, 1, 1, "sums", 2048)),
@@ -150,7 +152,39 @@ def test_plan_of_a_backward(
         in_any = sums + blocks * 16 + finished if result["dq_by"] == "sums" else 0
         assert result["workspace_bytes"] == stats + in_any + 16
         assert in_order["workspace_bytes"] == stats + 16
-        assert in_order["dq_by"] == ("tile" if result["dq_by"] == "tile" else "own kernel")
+        assert in_order["dq_by"] == result["dq_by"].replace("sums", "own kernel")
+
+
+@pytest.mark.parametrize(
+    "window, options, is_narrow",
+    [
+        ((127, 0), {}, True),
+        ((128, 0), {}, True),
+        ((129, 0), {}, False),  # of which a block of rows sees four of keys
+        ((64, 64), {}, True),
+        ((65, 64), {}, False),
+        ((0, 128), {"head_dim": 40}, True),
+        ((64, 64), {"heads_kv": 2}, False),  # groups
+        ((64, 64), {"len_k": 2001}, False),  # the diagonal is not where blocks meet
+        ((64, 64), {"head_dim": 192}, False),
+        ((64, 64), {"len_q": 100, "len_k": 100}, False),  # one tile has all keys
+    ],
+)
+def test_narrow_windows(window: tuple[int, int], options: dict[str, int], is_narrow: bool) -> None:
+    """A few tiles or very many: so many that the GPU has work, and no more than it takes."""
+    names = "batch", "heads_q", "heads_kv", "len_q", "len_k", "head_dim"
+    sizes = dict(zip(names, (2, 4, 4, 2000, 2000, 128), strict=True)) | options
+    band = {"window_left": window[0], "window_right": window[1]}
+    found = plan("H100", *sizes.values(), backward=1, **band)["dq_by"]
+    assert (found == "window") == is_narrow
+    if options:
+        return
+    for batch, heads, length in ((1, 1, 150), (1, 1, 2**30 - 4096), (300, 40, 4000), (1, 7, 65536)):
+        result = plan("H100", batch, heads, heads, length, length, 64, backward=1, **band)
+        if is_narrow:
+            waves = result["ctas"] / 132
+            assert result["ctas"] == math.ceil(length / result["block_n"]) * batch * heads
+            assert waves <= 1 or (result["block_n"] >= 256 and waves / math.ceil(waves) > 0.8)
 
 
 def test_which_architecture() -> None:

@@ -116,6 +116,8 @@ class Call:
                 table[name] = int32(list(ends))
             if not self.gap:
                 del table["seqused_q"], table["seqused_k"]
+                if self.used_q.equal(self.used_k):  # as of `forward_varlen` without cu_seqlens_k
+                    table["cu_seqlens_k"] = table["cu_seqlens_q"]
         return {name: x for name, x in table.items() if x is not None}
 
     def pack(self, x: Tensor, used: Tensor, fill: float = math.nan) -> Tensor:

@@ -90,6 +90,16 @@ def test_head_dims(unsplit, head_dim, head_dim_v):
         call.check_backward(unsplit, deterministic=True)
 
 
+@pytest.mark.parametrize("window", [(128, 0), (64, 64), (20, 0)])
+def test_narrow_windows(library, window):
+    """Where a CTA walks along the diagonal."""
+    lengths = [(n, n) for n in (70, 0, 1, 64, 700, 130)]
+    for head_dim, multiprocessors in ((128, 2), (64, 20)):
+        sm90 = Emulator(library, 90, multiprocessors=multiprocessors)
+        call = Call(lengths, head_dim=head_dim, window=window, heads_kv=2, has_sink=True)
+        call.check_backward(sm90, seed=multiprocessors)
+
+
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1)])
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_tiles_that_begin_at_other_rows(library, head_dim, window):
