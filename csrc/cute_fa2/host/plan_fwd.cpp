@@ -142,12 +142,21 @@ std::string why_not_large_sm90(const FwdParams& p, int head_dim, const FwdOverri
   return {};
 }
 
-// Whether sequences of their own lengths get split-KV, which has kernels of sm80 alone. Where the
-// tiles have many rows, those of sm90 are so much faster that a few splits do not pay.
+// Whether sequences of their own lengths get split-KV, which has kernels of sm80 alone: if these
+// take less time than sm90's with whole keys, of which an SM has one tile at a time. The unit is a
+// key of a tile of sm90. In decoding that is short, so splits cost more of them
+// (notes/split_kv.md).
 bool splits_packed(const FwdParams& p, const FwdOverrides& overrides,
                    const DeviceProperties& device) {
   const FwdPlan plan = plan_sm80(p, overrides, device);
-  return plan.splits.count >= (is_decoding(plan.gqa, of_mean_length(p)) ? 2 : 4);
+  if (plan.splits.count == 1 || overrides.splits != 0) return plan.splits.count > 1;
+  const FwdParams usual = of_mean_length(p);
+  const TileEntrySm80& entry = fwd_tiles_sm80(bytes_of(p.dtype))[plan.tile];
+  const int64_t tiles = plan.gqa.tiles(usual, entry.config.block_m);
+  const double key = plan.head_dim <= 64 ? 1.1 : 2.6;
+  const double cost = is_decoding(plan.gqa, usual) ? 1800 : 1500;
+  const double time = key * usual.len_k * tiles / device.multiprocessors + cost;
+  return time < usual.len_k * ceil_div(tiles, device.multiprocessors);
 }
 
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
