@@ -144,8 +144,8 @@ std::string why_not_large_sm90(const FwdParams& p, int head_dim, const FwdOverri
 
 // Whether sequences of their own lengths get split-KV, which has kernels of sm80 alone: if these
 // take less time than sm90's with whole keys, of which an SM has one tile at a time. The unit is a
-// key of a tile of sm90. In decoding that is short, so splits cost more of them
-// (notes/split_kv.md).
+// key of a tile of sm90. In decoding that is short, so splits cost more of them. Whole keys take as
+// long as the longest sequence, splits as the mean (notes/split_kv.md).
 bool splits_packed(const FwdParams& p, const FwdOverrides& overrides,
                    const DeviceProperties& device) {
   const FwdPlan plan = plan_sm80(p, overrides, device);
@@ -156,7 +156,8 @@ bool splits_packed(const FwdParams& p, const FwdOverrides& overrides,
   const double key = plan.head_dim <= 64 ? 1.1 : 2.6;
   const double cost = is_decoding(plan.gqa, usual) ? 1800 : 1500;
   const double time = key * usual.len_k * tiles / device.multiprocessors + cost;
-  return time < usual.len_k * ceil_div(tiles, device.multiprocessors);
+  constexpr double kLongest = 1.5;  // of the mean
+  return time < kLongest * usual.len_k * ceil_div(tiles, device.multiprocessors);
 }
 
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
