@@ -39,6 +39,7 @@ OPS: dict[str, dict[str, dict[str, str]]] = {
             "packed": "MaskKind::kPacked, false",
             "scored": "MaskKind::kScored, false",
             "splits": "MaskKind::kBanded, true",
+            "packed_splits": "MaskKind::kPacked, true",
         },
     },
     "bwd": {

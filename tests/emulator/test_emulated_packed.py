@@ -26,6 +26,8 @@ def test_split_kv(library, name):
     call = Call(**CALLS[name]) if name in CALLS else Call(**BIASED["whole"], is_padded=True)
     for splits in (2, 3):
         call.check(Emulator(library, 80, splits=splits), seed=splits)
+        sm90 = Emulator(library, 90, splits=splits, multiprocessors=splits)
+        call.check(sm90, seed=splits)  # changed scores have none there
 
 
 @pytest.mark.parametrize("name", CALLS)

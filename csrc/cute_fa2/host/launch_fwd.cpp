@@ -49,7 +49,10 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
       mask_switch(params.mask, [&](auto mask) {
         built_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
           // The kernels for splits serve any mask.
-          if (is_split) {
+          if (is_split && params.is_packed()) {
+            launch_fwd_sm90<dtype(), head_dim(), MaskKind::kPacked, true>(plan, params, device,
+                                                                          stream);
+          } else if (is_split) {
             launch_fwd_sm90<dtype(), head_dim(), MaskKind::kBanded, true>(plan, params, device,
                                                                           stream);
           } else {

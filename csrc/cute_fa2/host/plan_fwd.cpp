@@ -49,7 +49,7 @@ void finish_packed(FwdPlan& plan, const FwdParams& params, int block_m, int ctas
                          packed_head_group(params.heads_kv(), device.l2_bytes / 3 * 2 / head_bytes);
   // A list takes a kernel ahead. It pays where its order does. (Where scores change, kernels would
   // spill without one.)
-  const bool has_list = ctas < tiles || params.mask == MaskKind::kScored;
+  const bool has_list = ctas < tiles || plan.splits.count > 1 || params.mask == MaskKind::kScored;
   const SchedulePolicy policy = ctas == 0  ? SchedulePolicy::kList
                                 : has_list ? SchedulePolicy::kPersistentList
                                            : SchedulePolicy::kPlaces;
@@ -78,6 +78,10 @@ FwdParams of_mean_length(FwdParams params) {
   return params;
 }
 
+// The longest sequence, of the mean: as long do whole keys take, where each SM has a tile or none.
+// The host does not know; with splits it matters less.
+constexpr double kLongest = 1.5;
+
 // A tile of packed sequences begins with a whole query.
 GqaLayout gqa_layout(const FwdParams& params, int block_m, int64_t max_rows) {
   if (params.is_packed()) max_rows = std::min<int64_t>(max_rows, block_m);
@@ -87,6 +91,13 @@ GqaLayout gqa_layout(const FwdParams& params, int block_m, int64_t max_rows) {
 // Whether the rows of a head fit one consumer of sm90.
 bool is_decoding(const GqaLayout& gqa, const FwdParams& params) {
   return gqa.rows(params.len_q) <= FwdConfigSm90::kConsumerRows;
+}
+
+// Sequences longer than the mean may have more splits. In decoding those take little memory.
+void split_longer_ones(FwdPlan& plan, const FwdParams& usual) {
+  if (plan.splits.count > 1 && is_decoding(plan.gqa, usual)) {
+    plan.splits.count = std::min(4 * plan.splits.count, SplitKV::kMaxCount);
+  }
 }
 
 // -- sm80 -----------------------------------------------------------------------------------------
@@ -111,11 +122,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
       choose_splits(usual, SplitCost::of_sm80(usual, plan.gqa, entry, device.multiprocessors),
                     device.multiprocessors, overrides.splits);
   if (params.is_packed()) {
-    // Sequences longer than the mean may have more splits. In decoding those take little memory.
-    const bool is_asked = overrides.splits != 0 || plan.splits.count == 1;
-    if (!is_asked && is_decoding(plan.gqa, usual)) {
-      plan.splits.count = std::min(4 * plan.splits.count, SplitKV::kMaxCount);
-    }
+    if (overrides.splits == 0) split_longer_ones(plan, usual);
     finish_packed(plan, params, block_m, /*ctas=*/0, device);
   } else {
     finish(plan, params, block_m, device, one_tile_per_cta);
@@ -142,11 +149,10 @@ std::string why_not_large_sm90(const FwdParams& p, int head_dim, const FwdOverri
   return {};
 }
 
-// Whether sequences of their own lengths get split-KV, which has kernels of sm80 alone: if these
-// take less time than sm90's with whole keys, of which an SM has one tile at a time. The unit is a
-// key of a tile of sm90. In decoding that is short, so splits cost more of them. Whole keys take as
-// long as the longest sequence, splits as the mean (notes/split_kv.md).
-bool splits_packed(const FwdParams& p, const FwdOverrides& overrides,
+// Whether a call with changed scores gets split-KV, which has kernels of sm80 alone: if these take
+// less time than sm90's with whole keys, of which an SM has one tile at a time. The unit is a key
+// of a tile of sm90. In decoding that is short, so splits cost more of them (notes/split_kv.md).
+bool splits_scored(const FwdParams& p, const FwdOverrides& overrides,
                    const DeviceProperties& device) {
   const FwdPlan plan = plan_sm80(p, overrides, device);
   if (plan.splits.count == 1 || overrides.splits != 0) return plan.splits.count > 1;
@@ -156,7 +162,6 @@ bool splits_packed(const FwdParams& p, const FwdOverrides& overrides,
   const double key = plan.head_dim <= 64 ? 1.1 : 2.6;
   const double cost = is_decoding(plan.gqa, usual) ? 1800 : 1500;
   const double time = key * usual.len_k * tiles / device.multiprocessors + cost;
-  constexpr double kLongest = 1.5;  // of the mean
   return time < kLongest * usual.len_k * ceil_div(tiles, device.multiprocessors);
 }
 
@@ -184,9 +189,9 @@ std::string why_not_sm90(const FwdParams& p, int head_dim, const FwdOverrides& o
   if (why_not.empty()) {
     why_not = why_no_tensor_map("v", p.v, p.batch, p.heads_kv(), p.len_k, p.head_dim_v, bytes);
   }
-  if (why_not.empty() && p.is_packed() && overrides.arch != 90 &&
-      splits_packed(p, overrides, device)) {
-    return "split-KV of packed sequences and of changed scores has kernels of sm80 alone";
+  if (why_not.empty() && p.mask == MaskKind::kScored && overrides.arch != 90 &&
+      splits_scored(p, overrides, device)) {
+    return "split-KV of changed scores has kernels of sm80 alone";
   }
   return why_not;
 }
@@ -302,34 +307,32 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
   plan.why_not_sm90 = why_not_sm90(params, plan.head_dim, overrides, device);
   if (!plan.why_not_sm90.empty()) return plan;
 
-  if (params.is_packed()) {
-    const ChoiceSm90 choice =
-        choose_tile_sm90(of_mean_length(params), plan.head_dim, device.multiprocessors);
-    plan.tile = choice.tile;
-    plan.gqa = choice.gqa;
-    const int block_m = kFwdTilesSm90[plan.tile].config.block_m();
-    plan.block_n = kFwdTilesSm90[plan.tile].config.block_n;
-    finish_packed(plan, params, block_m, device.multiprocessors, device);
-    if (encode_tensor_maps) {
-      plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
-    }
-    return plan;
-  }
-  const ChoiceSm90 unsplit = choose_tile_sm90(params, plan.head_dim, device.multiprocessors);
+  const FwdParams usual = params.is_packed() ? of_mean_length(params) : params;
+  const ChoiceSm90 unsplit = choose_tile_sm90(usual, plan.head_dim, device.multiprocessors);
   plan.tile = select_split_kv_sm90(plan.head_dim);
-  if (plan.tile >= 0) {
-    plan.gqa = GqaLayout::make(params, kFwdTilesSm90[plan.tile].config.block_m(),
-                               max_rows_per_query_sm90(params));
-    const SplitCost cost =
-        SplitCost::of_sm90(params, plan.gqa, kFwdTilesSm90[plan.tile], kFwdTilesSm90[unsplit.tile],
+  if (plan.tile >= 0 && params.mask != MaskKind::kScored) {
+    plan.gqa = gqa_layout(usual, kFwdTilesSm90[plan.tile].config.block_m(),
+                          max_rows_per_query_sm90(params));
+    SplitCost cost =
+        SplitCost::of_sm90(usual, plan.gqa, kFwdTilesSm90[plan.tile], kFwdTilesSm90[unsplit.tile],
                            unsplit.tail, device.multiprocessors);
-    plan.splits = choose_splits(params, cost, device.multiprocessors, overrides.splits);
+    if (params.is_packed()) cost.rounds_unsplit *= kLongest;
+    plan.splits = choose_splits(usual, cost, device.multiprocessors, overrides.splits);
   }
   if (plan.splits.count == 1) {
     plan.tile = unsplit.tile;
     plan.gqa = unsplit.gqa;
   }
   plan.block_n = kFwdTilesSm90[plan.tile].config.block_n;
+  if (params.is_packed()) {
+    if (overrides.splits == 0) split_longer_ones(plan, usual);
+    const int block_m = kFwdTilesSm90[plan.tile].config.block_m();
+    finish_packed(plan, params, block_m, device.multiprocessors, device);
+    if (encode_tensor_maps) {
+      plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);
+    }
+    return plan;
+  }
   finish(plan, params, kFwdTilesSm90[plan.tile].config.block_m(), device,
          [&](const TileGrid& grid) {
            // Split keys have tiles for all SMs, and no tile is split.

@@ -29,6 +29,11 @@ struct PackedWorkTile : WorkTile {
   Sequence sequence;
 };
 
+// And of a split of their keys. `batch` is the sequence.
+struct PackedSplitTile : PackedWorkTile {
+  int split;
+};
+
 // Tiles are shared out in rounds. Every other round runs backwards over the CTAs: a CTA that had a
 // long tile gets a short one next.
 //
@@ -158,6 +163,12 @@ class PackedTileScheduler {
 
   CUTE_DEVICE PackedWorkTile tile(int index) const {
     return work_tile(tiles_.tile(index), tiles_.sequence(index));
+  }
+
+  // With split-KV:
+  CUTE_DEVICE PackedSplitTile split_tile(int index) const {
+    const TileCoord tile = tiles_.split_tile(index);
+    return {work_tile(tile, tiles_.split_sequence(index)), tile.split};
   }
 
   // Without a list: what is in a place, which all threads of the CTA clear of other rows.

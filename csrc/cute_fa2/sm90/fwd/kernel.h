@@ -34,7 +34,7 @@ struct FwdKernel {
       Pipeline<Traits, kMask>::init_barriers(smem);
       hopper::fence_barrier_init();  // fault: init-fence
     }
-    if constexpr (kMask == MaskKind::kPacked) look_up(arguments, smem);
+    if constexpr (kMask == MaskKind::kPacked && !Traits::kSplitKV) look_up(arguments, smem);
     platform::sync_cta();  // the initialised barriers are visible to all threads
 
     const int warpgroup = hopper::warpgroup_index();
@@ -53,7 +53,8 @@ struct FwdKernel {
         softmax.normalize(out);
         const Sequence sequence = Pipeline<Traits, kMask>::sequence(arguments, tile);
         if constexpr (Traits::kSplitKV) {
-          Epilogue::run_split(arguments, tile, row0, sequence, tOrO, softmax);
+          Epilogue::run_split(arguments, of_results(arguments.params, tile), row0, sequence, tOrO,
+                              softmax);
         } else {
           if (arguments.params.sink) Epilogue::join_sink(arguments, tile, row0, out, softmax);
           Epilogue::run(arguments, smem, tile, index, row0, sequence, tOrO, softmax);
@@ -64,6 +65,17 @@ struct FwdKernel {
   }
 
  private:
+  // A split's tile with the batch of its results, as WorkTile has it.
+  static CUTE_DEVICE WorkTile of_results(const FwdParams& params,
+                                         const typename Traits::Tile& tile) {
+    WorkTile result = tile;
+    if constexpr (Traits::kIsPacked) {
+      const bool is_padded = params.sequences.cu_seqlens_q == nullptr;
+      result.batch = tile.split * params.entries() + (is_padded ? tile.batch : 0);
+    }
+    return result;
+  }
+
   // Where no list has the CTA's tile. Here, where registers are still many.
   static CUTE_DEVICE void look_up(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     const PackedTileScheduler& scheduler = arguments.packed_scheduler;

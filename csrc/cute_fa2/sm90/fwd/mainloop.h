@@ -84,7 +84,7 @@ class FwdMainloop {
       smem_.q_full[q_.stage][index_].wait(q_.parity);  // `tile` is written, and Q has arrived
       work.tile = smem_.tile[q_.stage][index_];
       if (work.tile.row0 == Pipeline::kNoRow) return false;
-      const Mask<kMask> mask = Pipeline::mask(arguments_, work.tile);
+      const typename Pipeline::TileMask mask = Pipeline::mask(arguments_, work.tile);
       work.row0 = work.tile.row0 + index_ * Traits::kConsumerRows;
       work.blocks = Pipeline::blocks_of(arguments_, work.tile);
       const int rows_left = work.tile.row_end - work.row0;
@@ -138,7 +138,7 @@ class FwdMainloop {
   CUTE_DEVICE void process_tile(const ConsumerTile& work, Scores& tSrS, Softmax& softmax,
                                 Out& tOrO) {
     using namespace cute;
-    const Mask<kMask> mask = Pipeline::mask(arguments_, work.tile);
+    const typename Pipeline::TileMask mask = Pipeline::mask(arguments_, work.tile);
     // P, two elements a word; as elements, ((2, 2, N / 8), 1, 1).
     auto words =
         make_tensor<uint32_t>(Int<Traits::kConsumerRows * kBlockN / hopper::kWarpgroup / 2>{});

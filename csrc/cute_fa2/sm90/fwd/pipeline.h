@@ -19,6 +19,7 @@ struct Pipeline {
   using Tile = typename Traits::Tile;
   static constexpr int kNoRow = -1;  // the first row in place of a tile, after the last
   static constexpr bool kIsPacked = has_sequences(kMask);
+  using TileMask = Mask<kMask, GqaLayout, !kIsPacked || Traits::kSplitKV>;
 
   static CUTE_DEVICE const auto& scheduler(const Arguments& arguments) {
     if constexpr (kIsPacked) {
@@ -57,7 +58,7 @@ struct Pipeline {
     }
   }
 
-  static CUTE_DEVICE Mask<kMask> mask(const Arguments& arguments, const Tile& tile) {
+  static CUTE_DEVICE TileMask mask(const Arguments& arguments, const Tile& tile) {
     return {arguments.params, sequence(arguments, tile), arguments.pack_gqa};
   }
 

@@ -69,7 +69,8 @@ class FwdProducer {
     tile.row_end = cute::min(tile.row_end, pack_gqa.rows(sequence.len_q));
     if (tile.row0 >= tile.row_end) return before_last();
     const BlockRange blocks = Pipeline::blocks_of(arguments_, tile);
-    const int batch = Traits::kSplitKV ? arguments_.scheduler.batch_of(tile) : tile.batch;
+    constexpr bool kIsOfSplits = Traits::kSplitKV && !Pipeline::kIsPacked;  // the tile's batch
+    const int batch = kIsOfSplits ? arguments_.scheduler.batch_of(tile) : tile.batch;
     // K first: the stage of Q may still be in use. Then each next K before V.
     load_k(tile.head, batch, sequence, blocks.end - 1);
     CUTE_UNROLL
@@ -98,7 +99,11 @@ class FwdProducer {
 
   CUTE_DEVICE Tile packed_tile(int index) const {
     const auto& scheduler = Pipeline::scheduler(arguments_);
-    return scheduler.has_list() ? scheduler.tile(index) : smem_.tile[0][0];
+    if constexpr (Traits::kSplitKV) {
+      return scheduler.split_tile(index);
+    } else {
+      return scheduler.has_list() ? scheduler.tile(index) : smem_.tile[0][0];
+    }
   }
 
   // Writes which tile comes next, ahead of the arrival at q_full that makes it visible to the

@@ -19,7 +19,8 @@ template <DType kDType, FwdConfigSm90 kConfig_, bool kSplitKV_, bool kIsPacked_ 
 struct FwdTraits {
   using Element = ElementOf<kDType>;  // of Q, K, V and P
   using ElementOut = Element;
-  using Tile = std::conditional_t<kIsPacked_, PackedWorkTile, WorkTile>;
+  using PackedTile = std::conditional_t<kSplitKV_, PackedSplitTile, PackedWorkTile>;
+  using Tile = std::conditional_t<kIsPacked_, PackedTile, WorkTile>;
 
   static constexpr FwdConfigSm90 kConfig = kConfig_;
   static constexpr bool kSplitKV = kSplitKV_;
