@@ -82,6 +82,9 @@ def run_backward_cases(emulator: Emulator) -> None:
         check(2, 1, 150, 500, deterministic=True, seed=1)
         check(41, 41, 10, 200)  # heads in two groups
         check(2, 1, 250, 200, head_dim=128, causal=False)  # tiles begin at other rows
+        for seed in range(3):  # a narrow window
+            band = {"window_left": 64, "window_right": 64}
+            check(1, 1, 700, 700, causal=False, seed=seed, **band)
         for seed in range(20):
             emulator.small("zero_queue | share_blocks", torch.zeros(64, 8, dtype=torch.int16), seed)
     check(3, 1, 100, 70, head_splits=2)  # one block of keys; rows without a key
