@@ -173,8 +173,7 @@ def check_packed(
     for tuning in tunings:
         call = functools.partial(ops.fwd, q, k, v, *sequences, window_right=0, window_left=90)
         results.append(call(tuning=tuning))
-        if tuning == "arch=80":
-            assert_close(call(tuning="arch=80,splits=3"), results[0])
+        assert_close(call(tuning=f"{tuning},splits=3"), results[0])
         bwd = functools.partial(
             ops.bwd, dout, q, k, v, *results[0], dlse, *sequences, window_right=0, window_left=90
         )

@@ -79,8 +79,9 @@ FwdParams of_mean_length(FwdParams params) {
 }
 
 // The longest sequence, of the mean: as long do whole keys take, where each SM has a tile or none.
-// The host does not know; with splits it matters less.
-constexpr double kLongest = 1.5;
+// The host does not know it. And what a list of tiles costs, as SplitCost counts
+// (notes/split_kv.md).
+constexpr double kLongest = 1.25, kList = 500;
 
 // A tile of packed sequences begins with a whole query.
 GqaLayout gqa_layout(const FwdParams& params, int block_m, int64_t max_rows) {
@@ -316,7 +317,12 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
     SplitCost cost =
         SplitCost::of_sm90(usual, plan.gqa, kFwdTilesSm90[plan.tile], kFwdTilesSm90[unsplit.tile],
                            unsplit.tail, device.multiprocessors);
-    if (params.is_packed()) cost.rounds_unsplit *= kLongest;
+    if (params.is_packed()) {
+      const int64_t tiles = unsplit.gqa.tiles(usual, kFwdTilesSm90[unsplit.tile].config.block_m());
+      const int64_t rounds = std::max<int64_t>(1, ceil_div(tiles, device.multiprocessors));
+      cost.rounds_unsplit *= std::max(1.0, kLongest / rounds);
+      cost.combine += kList;
+    }
     plan.splits = choose_splits(usual, cost, device.multiprocessors, overrides.splits);
   }
   if (plan.splits.count == 1) {
