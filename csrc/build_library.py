@@ -252,7 +252,7 @@ def write_ninja() -> tuple[str, str]:
     nvcc = [f"{link(f'cuda-{cuda.version}', cuda.root)}/bin/nvcc", *flags, f"-ccbin={compiler}"]
     nvcc += ["-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr"]
     nvcc += [f"-I{link('cutlass', cutlass)}"]
-    # A third less in a wheel, a quarter of it on a disk. Drivers for CUDA 13 can all read it.
+    # A wheel is a third smaller, a library has a quarter of its size. Drivers for CUDA 13 read it.
     nvcc += ["--compress-mode=size"] if int(cuda.version.split(".")[0]) >= 13 else []
     nvcc += [word for name in NVCC_FLAGS for word in shlex.split(os.environ.get(name, ""))]
 

@@ -174,6 +174,8 @@ def check_packed(
         call = functools.partial(ops.fwd, q, k, v, *sequences, window_right=0, window_left=90)
         results.append(call(tuning=tuning))
         assert_close(call(tuning=f"{tuning},splits=3"), results[0])
+        wide = functools.partial(ops.fwd, q, k, v, *sequences, window_right=0)
+        assert_close(wide(tuning=f"{tuning},splits=3"), wide(tuning="arch=80,splits=1"))
         bwd = functools.partial(
             ops.bwd, dout, q, k, v, *results[0], dlse, *sequences, window_right=0, window_left=90
         )

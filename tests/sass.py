@@ -36,6 +36,7 @@ CONFIG = {
     ),
     ("sm90", "bwd"): ("head_dim", "head_dim_v", "consumers", "stages"),
     ("sm90", "dq"): ("head_dim", "head_dim_v", "consumers", "block_n", "k_stages", "v_stages"),
+    ("sm90", "window"): ("head_dim",),
 }
 CONFIG["sm80", "fwd_fp32"] = CONFIG["sm80", "fwd"]
 CONFIG["sm80", "bwd_fp32"] = CONFIG["sm80", "bwd"]
@@ -43,7 +44,8 @@ CONFIG["sm80", "large_fp32"] = CONFIG["sm80", "large"]
 #: The op of a kernel's configuration. Behind that of sm90: whether the kernel is for split-KV. In
 #: the end the kind of mask.
 MANGLED = re.compile(
-    r"sm[89]0\d+(?:Fwd|LargeFwd|Bwd|Dkv|Dq|LargeBwd)Kernel\S*?(Fwd|Large|Bwd|Dq)(?:Bwd)?ConfigSm[89]0E"
+    r"sm[89]0\d+(?:Fwd|LargeFwd|Bwd|Dkv|Dq|Window|LargeBwd)Kernel\S*?"
+    r"(Fwd|Large|Bwd|Dq|Window)(?:Bwd)?ConfigSm[89]0E"
     r"((?:L[ib]\d+E)+)(?:tlNS_8WarpGridELi(\d)ELi(\d)EE)?(?:EELb(1)E)?"
     r"\S*?(?:MaskKind|Gradient)E(\d)"
 )

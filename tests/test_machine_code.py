@@ -63,6 +63,10 @@ INSTRUCTIONS = {
     ),
     ("sm90", "bwd"): ("UTMALDG", "UBLKCP", "HGMMA", r"MUFU\.EX2", "USETMAXREG"),
     ("sm90", "dq"): ("UTMALDG", "HGMMA", r"MUFU\.EX2", "USETMAXREG"),
+    ("sm90", "window"): (
+        *("UTMALDG", "UBLKCP", "HGMMA", r"MUFU\.EX2", "USETMAXREG", "STSM"),
+        *(r"FENCE\.VIEW\.ASYNC", r"STG\.E\.128"),
+    ),
 }
 
 
@@ -119,6 +123,7 @@ def test_machine_code_for_every_chip() -> None:
         ("sm_90", "CombineKernel", {"ACQBULK"}),
         ("sm_90a", r"9FwdKernel\S*MaskKindE2", {"ACQBULK"}),  # packed
         ("sm_90a", "9BwdKernel", {"ACQBULK"}),
+        ("sm_90a", "12WindowKernel", {"ACQBULK"}),
         ("sm_90a", "9DkvKernel", {"ACQBULK", "PREEXIT"}),
         ("sm_90a", "8DqKernel", {"ACQBULK"}),
     ],
@@ -146,11 +151,14 @@ def test_every_entry_has_its_kernels(
         served += 2 * ("packed" not in entry and not entry.get("dense_only"))
         if op_of(entry).startswith("large"):
             served = 3  # a kernel for each gradient, of any mask
+        elif op_of(entry) == "window":
+            served = 2  # banded and packed
         masks[tile] = masks.get(tile, 0) + served if entry["mask"] != "any" else served
     for entry in entries:
         is_packed, reads_bias = entry.get("packed", False), entry.get("bias", False)
         is_scored = entry["head_dim"] == entry["head_dim_v"] and (is_packed or reads_bias)
-        masks[tile_of(entry)] += entry.get("split_kv", False) + is_packed + is_scored
+        of_splits = 2 * entry.get("split_kv", False)  # of dense calls and packed ones
+        masks[tile_of(entry)] += of_splits + is_packed + is_scored * (op_of(entry) == "fwd")
     dtypes = 1 if entries[0]["op"].endswith("fp32") else HALF_DTYPES
     expected = {tile: dtypes * count for tile, count in masks.items()}
     assert Counter(kernel.tile for kernel in kernels) == expected

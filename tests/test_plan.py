@@ -125,7 +125,7 @@ def test_plan(gpu: str, sizes: tuple[int, ...], causal: bool, expected: tuple[An
          ("sm90", 64, 192, 1, 8, "sums", 132)),
         ("H100", (2, 4, 4, 4096, 100, 64), {}, ("sm90", 64, 192, 1, 1, "tile", 8)),
         ("H100", (1, 16, 16, 8192, 8192, 128), {"window_left": 128, "window_right": 0},
-         ("sm90", 64, 1024, 1, 4, "window", 128)),
+         ("sm90", 64, 64, 1, 4, "window", 128)),
         ("H100", (4, 8, 8, 4096, 4096, 256), {}, ("sm90", 64, 64, 1, 1, "own kernel", 132)),
         ("A100", (4, 16, 16, 4096, 4096, 128), {}, ("sm80", 64, 128, 1, 1, "sums", 2048)),
         ("RTX 4090", (4, 16, 16, 4096, 4096, 64), {}, ("sm80", 64, 128, 1, 1, "sums", 2048)),
@@ -183,8 +183,9 @@ def test_narrow_windows(window: tuple[int, int], options: dict[str, int], is_nar
         result = plan("H100", batch, heads, heads, length, length, 64, backward=1, **band)
         if is_narrow:
             waves = result["ctas"] / 132
-            assert result["ctas"] == math.ceil(length / result["block_n"]) * batch * heads
-            assert waves <= 1 or (result["block_n"] >= 256 and waves / math.ceil(waves) > 0.8)
+            assert result["n_blocks"] == math.ceil(length / (64 * max(3, result["stretch"])))
+            assert result["ctas"] == result["n_blocks"] * batch * heads
+            assert waves <= 1 or (result["stretch"] >= 4 and waves / math.ceil(waves) > 0.8)
 
 
 def test_which_architecture() -> None:

@@ -23,7 +23,7 @@ def entries_of(arch: str, op: str) -> list[Any]:
 
 SM80, SM90 = entries_of("sm80", "fwd"), entries_of("sm90", "fwd")
 BWD_SM80 = entries_of("sm80", "bwd")
-BWD_SM90 = entries_of("sm90", "bwd") + entries_of("sm90", "dq")
+BWD_SM90 = [entry for op in ("bwd", "dq", "window") for entry in entries_of("sm90", op)]
 FP32 = entries_of("sm80", "fwd_fp32")
 BWD_FP32 = entries_of("sm80", "bwd_fp32")
 OPS_SM80 = {"fwd": SM80, "fwd_fp32": FP32, "bwd": BWD_SM80, "bwd_fp32": BWD_FP32}

@@ -21,7 +21,7 @@ from support import (
 from test_options import DIFFERENTIABLE, SOME, as_reference, random_options
 
 import flash_cute
-from flash_cute import ops, tolerance
+from flash_cute import interface, ops, tolerance
 
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 #: Lengths of queries and of keys: empty ones, one token beside many, longer on either side.
@@ -75,7 +75,8 @@ def check_packed(
     by the formula; returns those of the packed call, (out, lse, *gradients)."""
     torch.manual_seed(0)
     device = q.device
-    ends_q, ends_k = ends_of(lengths_q, device), ends_of(lengths_k, device)
+    ends_q = ends_of(lengths_q, device)
+    ends_k = ends_q if lengths_k is lengths_q else ends_of(lengths_k, device)
     packed = [pack(q, lengths_q, beyond), pack(k, lengths_k, beyond), pack(v, lengths_k, beyond)]
     inputs = [x.requires_grad_() for x in packed]
     extra = {n: given[n].detach().requires_grad_() for n in DIFFERENTIABLE if n in given}
@@ -123,6 +124,25 @@ def test_lengths(device, dtype, lengths, is_causal):
     inputs = padded_inputs(lengths_q, lengths_k, dtype, device)
     check_packed(*inputs, lengths_q, lengths_k, is_causal)
     check_packed(*inputs, lengths_q, lengths_k, is_causal, beyond=3, window_size=(20, 5))
+
+
+@pytest.mark.parametrize("window", [(128, 0), (64, 64), (0, 0), (20, 70)])
+@SOME
+def test_narrow_windows(device, dtype, window):
+    """On Hopper some have kernels of their own, if all sequences have as many queries as keys."""
+    lengths = [1, 0, 700, 64, 130, 5]
+    for head_dim, heads in ((100, (4, 4)), (64, (4, 4)), (64, (4, 2))):
+        inputs = padded_inputs(lengths, lengths, dtype, device, heads, head_dim)
+        check_packed(*inputs, lengths, lengths, window_size=window)
+
+
+def test_one_tensor_of_lengths_stays_one():
+    """Kernels tell by its address that queries and keys are alike."""
+    for dtype in (torch.int32, torch.int64):
+        ends = torch.tensor([0, 3], dtype=dtype)
+        for given in ({"cu_seqlens_q": ends}, {"cu_seqlens_q": ends, "cu_seqlens_k": ends}):
+            tensors = interface._tensors_of(given)
+            assert tensors["cu_seqlens_k"] is tensors["cu_seqlens_q"]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -215,6 +215,9 @@ def test_narrow_windows(library, window):
         first, _ = sm90.check_backward(*inputs, **call, seed=seed)
         again, _ = sm90.check_backward(*inputs, **call, seed=seed + 10)
         assert all(map(torch.equal, first, again))
+    q, k, v = random_inputs(2, 1, 300, 64, head_dim_v=40)
+    shifted = {"window_left": left + 1, "window_right": right - 1, "diagonal_offset": 1}
+    sm90.check_backward(q, k[:, :, :1].expand_as(k), v, **(call | shifted * (right > 0)))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -26,8 +26,23 @@ def test_split_kv(library, name):
     call = Call(**CALLS[name]) if name in CALLS else Call(**BIASED["whole"], is_padded=True)
     for splits in (2, 3):
         call.check(Emulator(library, 80, splits=splits), seed=splits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (-1, 0), "has_sink": True, "heads": 6},
+        {"window": (200, 100), "heads_kv": 2},
+        {"window": (-1, -1), "head_dim": 192, "is_padded": True, "starts": True},
+    ],
+    ids=["causal-sink", "window", "padded"],
+)
+def test_split_kv_of_sm90(library, options):
+    """Keys enough for each split, of some sequences."""
+    call = Call([(3, 700), (130, 500), (1, 900), (0, 5), (2, 0)], **options)
+    for splits in (2, 3):
         sm90 = Emulator(library, 90, splits=splits, multiprocessors=splits)
-        call.check(sm90, seed=splits)  # changed scores have none there
+        call.check(sm90, seed=splits)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -74,6 +74,9 @@ std::string build_info() {
     if (kSm90IsBuilt && is_built(entry.head_dim())) {
       append(tiles, as_json(entry.keys, DType::kHalf).str());
       append(tiles, as_json(entry.rows, DType::kHalf).str());
+      if (entry.has_window(MaskKind::kBanded)) {
+        append(tiles, as_json(entry.window(), DType::kHalf).str());
+      }
     }
   }
   return JsonObject()

@@ -131,6 +131,25 @@ JsonObject as_json(const DqConfigSm90& config, DType dtype) {
       .add("consumer_registers", config.roles().consumer_registers());
 }
 
+JsonObject as_json(const WindowConfigSm90& config, DType dtype) {
+  return JsonObject()
+      .add("arch", "sm90")
+      .add("op", "window")
+      .add("mask", "any")
+      .add("head_dim", config.head_dim)
+      .add("head_dim_v", config.head_dim)
+      .add("block_m", config.kBlock)
+      .add("block_n", config.kBlock)
+      .add("warps", config.roles().threads() / 32)
+      .add("smem_bytes", config.smem_bytes(bytes_of(dtype)))
+      .add("stages", config.kStages)
+      .add("k_stages", config.kKStages)
+      .add("ctas_per_sm", 1)
+      .add("max_registers", config.roles().launch_registers())
+      .add("producer_registers", config.roles().producer_registers())
+      .add("consumer_registers", config.roles().consumer_registers());
+}
+
 const char* name_of(DqBy dq_by) {
   switch (dq_by) {
     case DqBy::kTile:
@@ -153,7 +172,7 @@ std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceP
   const int ctas_per_sm = is_sm80 ? tiles_sm80[plan.tile].ctas_per_sm : 1;
   const TileSchedule& schedule = plan.schedule;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
-  // The sm90 kernels for splits serve any mask.
+  // sm90's kernels for splits of dense calls serve any mask, those of packed ones likewise.
   const char* kernel_mask = !is_sm80 && plan.splits.count > 1 ? "any, split-KV"
                             : params.is_full()                ? "full"
                             : params.is_packed()              ? "packed"
@@ -180,9 +199,11 @@ std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceP
   const bool is_large = plan.columns > 0;
   const auto large_tiles = large_bwd_tiles_sm80(bytes_of(params.dtype));
   const auto tiles_sm80 = bwd_tiles_sm80(bytes_of(params.dtype));
-  JsonObject json = is_large  ? as_json(large_tiles[plan.tile], params.dtype)
-                    : is_sm80 ? as_json(tiles_sm80[plan.tile], params.dtype)
-                              : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
+  const bool is_window = plan.dq_by == DqBy::kWindow;
+  JsonObject json = is_large    ? as_json(large_tiles[plan.tile], params.dtype)
+                    : is_sm80   ? as_json(tiles_sm80[plan.tile], params.dtype)
+                    : is_window ? as_json(kBwdTilesSm90[plan.tile].window(), params.dtype)
+                                : as_json(kBwdTilesSm90[plan.tile].keys, params.dtype);
   const int ctas_per_sm = is_sm80 && !is_large ? tiles_sm80[plan.tile].ctas_per_sm : 1;
   const double at_once = static_cast<double>(ctas_per_sm) * device.multiprocessors;
   const int tiles = plan.order.tiles();
@@ -192,6 +213,7 @@ std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceP
                                                : "banded")
       .add("m_blocks", plan.m_blocks)
       .add("n_blocks", plan.n_blocks)
+      .add("stretch", plan.window.stretch)
       .add("dq_by", name_of(plan.dq_by))
       .add("head_splits", plan.head_splits)
       .add("head_group", plan.order.head_group)

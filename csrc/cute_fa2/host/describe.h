@@ -22,6 +22,7 @@ JsonObject as_json(const BwdEntrySm80& entry, DType dtype);
 JsonObject as_json(const LargeBwdEntrySm80& entry, DType dtype);
 JsonObject as_json(const BwdConfigSm90& config, DType dtype);
 JsonObject as_json(const DqConfigSm90& config, DType dtype);
+JsonObject as_json(const WindowConfigSm90& config, DType dtype);
 
 std::string describe(const FwdPlan& plan, const FwdParams& params, const DeviceProperties& device);
 std::string describe(const BwdPlan& plan, const BwdParams& params, const DeviceProperties& device);

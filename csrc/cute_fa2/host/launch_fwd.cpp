@@ -48,13 +48,11 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
     built_switch<kBuiltHalfDtypes>(params.dtype, [&](auto dtype) {
       mask_switch(params.mask, [&](auto mask) {
         built_switch<kBuiltHeadDims>(plan.head_dim, [&](auto head_dim) {
-          // The kernels for splits serve any mask.
-          if (is_split && params.is_packed()) {
-            launch_fwd_sm90<dtype(), head_dim(), MaskKind::kPacked, true>(plan, params, device,
-                                                                          stream);
-          } else if (is_split) {
-            launch_fwd_sm90<dtype(), head_dim(), MaskKind::kBanded, true>(plan, params, device,
-                                                                          stream);
+          // The kernels for splits serve any mask, but changed scores, which have none.
+          constexpr MaskKind kOfSplits =
+              has_sequences(mask()) ? MaskKind::kPacked : MaskKind::kBanded;
+          if (is_split) {
+            launch_fwd_sm90<dtype(), head_dim(), kOfSplits, true>(plan, params, device, stream);
           } else {
             launch_fwd_sm90<dtype(), head_dim(), mask(), false>(plan, params, device, stream);
           }

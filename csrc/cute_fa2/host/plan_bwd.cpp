@@ -288,17 +288,17 @@ NarrowWindow narrow_window(const BwdParams& params, const BwdEntrySm90& entry,
   NarrowWindow window = {static_cast<int>(ceil_div(-int64_t{band.begin}, kBlock)),
                          static_cast<int>(ceil_div(int64_t{band.end} - 1, kBlock)), 0};
   if (int64_t{window.before} + window.behind >= WindowConfigSm90::kSpan) return {};
-  // Tiles for each CTA at once, or some times over: so that the busiest one has the least to do. A
-  // tile reads two blocks more, and ends.
-  constexpr int kMore = 3, kLeast = 4;
+  // As many tiles as there are multiprocessors, or some times as many: so that the busiest one has
+  // the least to do. Around its rows a tile takes as long as three blocks more do.
+  constexpr int kAround = 3, kLeast = 4;
   const int64_t heads = entries(params) * params.heads_q;
   const int64_t blocks = ceil_div(params.len_k, kBlock), ctas = device.multiprocessors;
   const int64_t first = ceil_div(heads, ctas);
   int64_t least = std::numeric_limits<int64_t>::max();
   for (int64_t waves = first; waves < first + 8; ++waves) {
     const int64_t stretch = std::max<int64_t>(ceil_div(blocks, waves * ctas / heads), kLeast);
-    if (waves * (stretch + kMore) >= least) continue;
-    least = waves * (stretch + kMore);
+    if (waves * (stretch + kAround) >= least) continue;
+    least = waves * (stretch + kAround);
     window.stretch = static_cast<int>(stretch);
   }
   return window;

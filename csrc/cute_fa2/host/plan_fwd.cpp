@@ -78,10 +78,10 @@ FwdParams of_mean_length(FwdParams params) {
   return params;
 }
 
-// The longest sequence, of the mean: as long do whole keys take, where each SM has a tile or none.
-// The host does not know it. And what a list of tiles costs, as SplitCost counts
-// (notes/split_kv.md).
-constexpr double kLongest = 1.25, kList = 500;
+// Whether sequences may be longer than the mean that the host decides by.
+bool has_longer_ones(const FwdParams& params) {
+  return params.sequences.cu_seqlens_k && params.batch > 1;
+}
 
 // A tile of packed sequences begins with a whole query.
 GqaLayout gqa_layout(const FwdParams& params, int block_m, int64_t max_rows) {
@@ -94,11 +94,19 @@ bool is_decoding(const GqaLayout& gqa, const FwdParams& params) {
   return gqa.rows(params.len_q) <= FwdConfigSm90::kConsumerRows;
 }
 
-// Sequences longer than the mean may have more splits. In decoding those take little memory.
-void split_longer_ones(FwdPlan& plan, const FwdParams& usual) {
-  if (plan.splits.count > 1 && is_decoding(plan.gqa, usual)) {
-    plan.splits.count = std::min(4 * plan.splits.count, SplitKV::kMaxCount);
+// Sequences longer than the mean may have more splits. All results of splits take no more memory
+// than those of four tiles for each multiprocessor, as in a dense call. In decoding that leaves
+// room.
+void split_longer_ones(FwdPlan& plan, const FwdParams& params, int block_m,
+                       const DeviceProperties& device) {
+  const int count = plan.splits.count;
+  if (count == 1 || !has_longer_ones(params) || !is_decoding(plan.gqa, of_mean_length(params))) {
+    return;
   }
+  const int64_t room =
+      int64_t{4} * device.multiprocessors * block_m / std::max<int64_t>(1, params.rows());
+  const int64_t most = std::clamp<int64_t>(room, count, SplitKV::kMaxCount);
+  plan.splits.count = static_cast<int>(std::min<int64_t>(4 * count, most));
 }
 
 // -- sm80 -----------------------------------------------------------------------------------------
@@ -123,7 +131,7 @@ FwdPlan plan_sm80(const FwdParams& params, const FwdOverrides& overrides,
       choose_splits(usual, SplitCost::of_sm80(usual, plan.gqa, entry, device.multiprocessors),
                     device.multiprocessors, overrides.splits);
   if (params.is_packed()) {
-    if (overrides.splits == 0) split_longer_ones(plan, usual);
+    if (overrides.splits == 0) split_longer_ones(plan, params, block_m, device);
     finish_packed(plan, params, block_m, /*ctas=*/0, device);
   } else {
     finish(plan, params, block_m, device, one_tile_per_cta);
@@ -152,7 +160,8 @@ std::string why_not_large_sm90(const FwdParams& p, int head_dim, const FwdOverri
 
 // Whether a call with changed scores gets split-KV, which has kernels of sm80 alone: if these take
 // less time than sm90's with whole keys, of which an SM has one tile at a time. The unit is a key
-// of a tile of sm90. In decoding that is short, so splits cost more of them (notes/split_kv.md).
+// of a tile of sm90. In decoding that is short, so splits cost more of them. Both have sm80's
+// tiles: the numbers were set by packed calls (notes/split_kv.md).
 bool splits_scored(const FwdParams& p, const FwdOverrides& overrides,
                    const DeviceProperties& device) {
   const FwdPlan plan = plan_sm80(p, overrides, device);
@@ -309,6 +318,10 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
   if (!plan.why_not_sm90.empty()) return plan;
 
   const FwdParams usual = params.is_packed() ? of_mean_length(params) : params;
+  // Packed sequences (notes/split_kv.md). Splits need a list of tiles, which costs that much, as
+  // SplitCost counts. Whole keys of the longest sequence take that many times as long as the
+  // mean's.
+  constexpr double kList = 500, kLongest = 1.25;
   const ChoiceSm90 unsplit = choose_tile_sm90(usual, plan.head_dim, device.multiprocessors);
   plan.tile = select_split_kv_sm90(plan.head_dim);
   if (plan.tile >= 0 && params.mask != MaskKind::kScored) {
@@ -317,11 +330,11 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
     SplitCost cost =
         SplitCost::of_sm90(usual, plan.gqa, kFwdTilesSm90[plan.tile], kFwdTilesSm90[unsplit.tile],
                            unsplit.tail, device.multiprocessors);
-    if (params.is_packed()) {
+    if (params.is_packed()) cost.combine += kList;
+    if (has_longer_ones(params)) {
       const int64_t tiles = unsplit.gqa.tiles(usual, kFwdTilesSm90[unsplit.tile].config.block_m());
       const int64_t rounds = std::max<int64_t>(1, ceil_div(tiles, device.multiprocessors));
       cost.rounds_unsplit *= std::max(1.0, kLongest / rounds);
-      cost.combine += kList;
     }
     plan.splits = choose_splits(usual, cost, device.multiprocessors, overrides.splits);
   }
@@ -331,8 +344,8 @@ FwdPlan plan_sm90(const FwdParams& params, const FwdOverrides& overrides,
   }
   plan.block_n = kFwdTilesSm90[plan.tile].config.block_n;
   if (params.is_packed()) {
-    if (overrides.splits == 0) split_longer_ones(plan, usual);
     const int block_m = kFwdTilesSm90[plan.tile].config.block_m();
+    if (overrides.splits == 0) split_longer_ones(plan, params, block_m, device);
     finish_packed(plan, params, block_m, device.multiprocessors, device);
     if (encode_tensor_maps) {
       plan.why_not_sm90 = encode_tensor_maps(params, plan, plan.tensor_maps);

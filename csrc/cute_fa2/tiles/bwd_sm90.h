@@ -104,7 +104,8 @@ struct BwdEntrySm90 {
   constexpr WindowConfigSm90 window() const { return {head_dim()}; }
   // Whether it has kernels for narrow windows.
   constexpr bool has_window(MaskKind mask) const {
-    return keys.is_one_pass() && (mask == MaskKind::kBanded || mask == MaskKind::kPacked);
+    return keys.is_one_pass() && keys.head_dim == keys.head_dim_v &&
+           (mask == MaskKind::kBanded || mask == MaskKind::kPacked);
   }
 };
 

@@ -26,13 +26,15 @@ CUTE_DEVICE void transpose_of_quad(Words& words, int lane) {
   }
 }
 
-// As store_gradient, of a warpgroup's 64 rows, in chunks of 16 bytes. Each lane of a quad has two
-// of 8 columns that lie together. Of four times 8, each gets all columns of one.
+// As store_gradient, of a warpgroup's 64 rows, in chunks of 8 columns, which are 16 bytes. A quad
+// of lanes has a row's chunks, each lane two columns of each. They exchange words, so that of four
+// chunks each lane has one.
 template <class Element, class Accumulator>
 CUTE_DEVICE void store_gradient_of_quads(const GradientPlace& place, int row0, float factor,
                                          Accumulator& accumulator, int thread) {
   using namespace cute;
   const auto gradient = as_matrix(accumulator);  // (2 rows, (2 columns, chunks))
+  static_assert(decltype(size<1>(gradient))::value % 8 == 0);
   const TensorView<void*>& view = place.view;
   const int lane = thread % 4;  // of the quad
   const int first_row = row0 + thread / 32 * 16 + thread % 32 / 4;

@@ -14,12 +14,13 @@
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
 #include "host/plan_bwd.h"
+#include "tiles/bwd_sm90.h"
 
 namespace flash_cute::sm90 {
 
 struct Stretch {
-  static constexpr int kBlock = 64;
-  static constexpr int kMore = 2;  // blocks
+  static constexpr int kBlock = WindowConfigSm90::kBlock;
+  static constexpr int kMore = WindowConfigSm90::kSpan - 1;  // blocks
 
   int first;    // block of rows, in the sequence
   int rows;     // blocks of rows whose dQ it makes

@@ -31,7 +31,6 @@ struct WindowTraits
   static constexpr int kSpan = kConfig.kSpan;
   static constexpr int kThreads = kConfig.roles().threads();
   static constexpr int kMinCtas = 1;
-  static_assert(kConfig.kBlock == Stretch::kBlock && kSpan == Stretch::kMore + 1);
 
   // Block i of keys and block j of rows (Stretch) have the places i and j modulo the stages.
   struct SharedMemory {
