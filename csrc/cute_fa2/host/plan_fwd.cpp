@@ -172,7 +172,7 @@ bool splits_scored(const FwdParams& p, const FwdOverrides& overrides,
   const double key = plan.head_dim <= 64 ? 1.1 : 2.6;
   const double cost = is_decoding(plan.gqa, usual) ? 1800 : 1500;
   const double time = key * usual.len_k * tiles / device.multiprocessors + cost;
-  return time < kLongest * usual.len_k * ceil_div(tiles, device.multiprocessors);
+  return time < usual.len_k * ceil_div(tiles, device.multiprocessors);
 }
 
 // Why the sm90 kernels cannot serve the call, or nothing. `head_dim` is the one that was built.
