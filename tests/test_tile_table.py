@@ -95,8 +95,10 @@ def test_sm90_entry(entry: dict[str, Any]) -> None:
     assert entry["ctas_per_sm"] == 1 and fits(entry, LIMITS["227 KB"])
     # A consumer warpgroup has 4 warps and 64 rows, in a backward 64 keys. Two share them in a
     # backward above head dim 128; in a forward above 256, where one more has the scores. One more
-    # warpgroup loads. wgmma is up to 256 keys wide.
-    rows = entry["block_m"] if entry["op"] != "bwd" else entry["block_n"]
+    # warpgroup loads. wgmma is up to 256 keys wide. Under a narrow window each of two has a block.
+    rows = {"bwd": entry["block_n"], "window": 2 * entry["block_n"]}.get(
+        entry["op"], entry["block_m"]
+    )
     has_scores = entry.get("column_groups", 1) > 1
     shares = has_scores or (entry["op"] == "bwd" and entry["head_dim"] > 128)
     consumers = 2 if shares else rows // 64
