@@ -173,9 +173,11 @@ def check_packed(
     for tuning in tunings:
         call = functools.partial(ops.fwd, q, k, v, *sequences, window_right=0, window_left=90)
         results.append(call(tuning=tuning))
-        assert_close(call(tuning=f"{tuning},splits=3"), results[0])
+        # Short sequences are not split, so that TMA stores their `out`.
         wide = functools.partial(ops.fwd, q, k, v, *sequences, window_right=0)
-        assert_close(wide(tuning=f"{tuning},splits=3"), wide(tuning="arch=80,splits=1"))
+        for whole, of_call in ((results[0], call), (wide(tuning="arch=80,splits=1"), wide)):
+            in_splits = of_call(tuning=f"{tuning},splits=3")
+            assert_close(in_splits, whole, compares_rounded=not is_initcheck)
         bwd = functools.partial(
             ops.bwd, dout, q, k, v, *results[0], dlse, *sequences, window_right=0, window_left=90
         )
