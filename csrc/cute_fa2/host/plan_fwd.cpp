@@ -250,11 +250,11 @@ double window_work(const FwdParams& params, const GqaLayout& gqa, const FwdConfi
   const double short_tiles = tiles * std::min(1.0, cut / len_q), whole_tiles = tiles - short_tiles;
 
   double rounds = std::ceil(whole_tiles / multiprocessors);
+  const int64_t whole_rounds = std::max(1.0, rounds);
   const double work = whole_tiles + short_tiles * (1 + shortest) / 2;
   const double left = work / multiprocessors - rounds;
   if (left > 0) rounds += rounds > 1 ? std::max(0.5, left) : left;  // some short ones fit no gap
   // Of the longest round x multiprocessors + 1 tiles some SM has round + 1. Few rounds show it.
-  const int64_t whole_rounds = std::max(1.0, std::ceil(whole_tiles / multiprocessors));
   for (int64_t round = whole_rounds; round < whole_rounds + 4; ++round) {
     const double behind = round * multiprocessors - whole_tiles;
     if (behind >= short_tiles) break;

@@ -71,12 +71,8 @@ class WindowMainloop {
           step_over(i, j);
         }
       }
-      if (end < i && i >= Stretch::kMore) {  // the rows end ahead of the step that makes it
-        auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
-        gemm_dq(i - Stretch::kMore, tdQrdQ, false);
-        hopper::wgmma_wait<0>();  // dQ is complete
-        store_dq(i - Stretch::kMore, tdQrdQ);
-      }
+      // The rows end ahead of the step that makes it.
+      if (end < i && i >= Stretch::kMore) make_dq(i - Stretch::kMore);
       if (stretch_.owns_keys(i)) store_keys(i, tdKrdK, tdVrdV);
     }
   }
@@ -172,11 +168,7 @@ class WindowMainloop {
       hopper::arrive_of_warp(smem_.dout_empty[stage]);
       hopper::arrive_of_warp(smem_.q_empty[stage], /*after_accesses=*/true);
     }
-    if (!makes_dq(i, j)) return;
-    auto tdQrdQ = partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
-    gemm_dq(j - 1, tdQrdQ, false);
-    hopper::wgmma_wait<0>();  // dQ is complete
-    store_dq(j - 1, tdQrdQ);
+    if (makes_dq(i, j)) make_dq(j - 1);
   }
 
   // -- operands ----------------------------------------------------------------------------------
@@ -239,7 +231,15 @@ class WindowMainloop {
     return smem_.ds_full[j % kStages].is_over(j / kStages % 2);
   }
 
-  // Issues dQ of rows j.
+  // dQ of rows j, with nothing beside it.
+  CUTE_DEVICE void make_dq(int j) {
+    // ((2, 2, kHeadDim / 8), 1, 1)
+    auto tdQrdQ = cute::partition_fragment_C(MmaDq{}, typename Traits::ShapeQ{});
+    gemm_dq(j, tdQrdQ, false);
+    hopper::wgmma_wait<0>();  // dQ is complete
+    store_dq(j, tdQrdQ);
+  }
+  // Issues it.
   template <class Dq>
   CUTE_DEVICE void gemm_dq(int j, Dq& tdQrdQ, bool is_ds_full) {
     smem_.ds_full[j % kStages].wait(j / kStages % 2, is_ds_full);   // fault: window-ds-full

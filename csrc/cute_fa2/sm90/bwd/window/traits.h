@@ -41,18 +41,21 @@ struct WindowTraits
     alignas(1024) Element ds[kStages][kSpan][cute::size(ShapeDs{})];   // of (j, i - j), as (keys,
                                                                        // query rows)
     alignas(128) TwoRowGradStats stats[kStages][Stretch::kBlock / 2];  // comes and goes with Q
-    // Full: what TMA brought is visible to all consumers.
+    // Full: what TMA brought is visible to all consumers; the producer arrives, and the bytes.
     hopper::Barrier k_full[kKStages];
     hopper::Barrier v_full[kConsumers];
     hopper::Barrier q_full[kStages];
     hopper::Barrier dout_full[kStages];
-    hopper::Barrier ds_full[kStages];  // dS of a block of rows with all that it sees
-    // Empty: whoever reads the stage is done with it.
+    // dS of a block of rows with all keys that it sees is visible to the wgmma of the consumer that
+    // computes dQ; the warps arrive that wrote it.
+    hopper::Barrier ds_full[kStages];
+    // Empty, to the producer: all warps that read the stage are done with it. Of K both consumers
+    // are, behind the last dQ of each that reads it. V is one consumer's.
     hopper::Barrier k_empty[kKStages];
     hopper::Barrier v_empty[kConsumers];
     hopper::Barrier q_empty[kStages];
     hopper::Barrier dout_empty[kStages];
-    hopper::Barrier ds_empty[kStages];
+    hopper::Barrier ds_empty[kStages];  // to both consumers: dQ is complete
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 
