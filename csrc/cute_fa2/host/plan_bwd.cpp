@@ -82,16 +82,17 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
   const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
                                : are_few                ? heads
                                                         : in_l2;
-  // A head of packed sequences is a head of each. At most 16 of those (notes/packed.md).
+  // A head of packed sequences is a head of each. At most 16 or 4 of those (notes/packed.md).
+  const int64_t packed_most = (plan.head_dim <= 64 ? 16 : 4) / std::max(params.batch, 1);
   const int64_t packed_side_by_side =
-      plan.arch == Arch::kSm90 ? std::min<int64_t>(in_l2, 16 / std::max(params.batch, 1)) : in_l2;
+      plan.arch == Arch::kSm90 ? std::min<int64_t>(in_l2, packed_most) : in_l2;
   const int head_group = params.is_full() ? 1
                          : params.is_packed()
                              ? packed_head_group(heads, packed_side_by_side)
                              : static_cast<int>(std::clamp<int64_t>(side_by_side, 1, heads));
   // sm90 goes through the first group last. So that its short tiles fill the gaps at the end, it
   // has 32 heads or more, if L2 has room for them.
-  const int most_first = plan.arch == Arch::kSm90 && !params.is_full() && !params.is_packed()
+  const int most_first = plan.arch == Arch::kSm90 && !params.is_full()
                              ? static_cast<int>(std::clamp<int64_t>(in_l2, 1, 32))
                              : 1;
   const int first = std::clamp(most_first, 1, heads);

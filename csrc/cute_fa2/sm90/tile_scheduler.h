@@ -19,6 +19,8 @@ namespace flash_cute::sm90 {
 
 // What a CTA works on at a time: a tile, or a subtile of one (TailSplit).
 struct WorkTile {
+  static constexpr int kNoRow = -1;  // as row0: there are no more tiles
+
   int row0, row_end;  // its query rows; consumers beyond them have nothing to do
   int head;           // as tiles count heads (GqaLayout)
   int batch;          // of results: split * params.batch + the entry of the batch
@@ -145,12 +147,8 @@ class PackedTileScheduler {
 
     // A CTA's first tile is that of its number. The counter goes on behind those of all CTAs.
     CUTE_DEVICE int first(const PackedTileScheduler&) const { return first_; }
-    // Asks for the next one's number, which `next` waits for.
-    CUTE_DEVICE static int take(const PackedTileScheduler& scheduler) {
-      return scheduler.has_list_ ? scheduler.tiles_.take() : kMaxLength;
-    }
-    CUTE_DEVICE static int next(const PackedTileScheduler& scheduler, int taken) {
-      return scheduler.ctas_ + platform::uniform_in_first_lane(taken);
+    CUTE_DEVICE static int next(const PackedTileScheduler& scheduler) {
+      return scheduler.has_list_ ? scheduler.ctas_ + scheduler.tiles_.take() : kMaxLength;
     }
 
    private:
@@ -161,14 +159,12 @@ class PackedTileScheduler {
   CUTE_DEVICE int count() const { return has_list_ ? tiles_.count() : places_.count(); }
   CUTE_DEVICE bool has_list() const { return has_list_; }
 
-  CUTE_DEVICE PackedWorkTile tile(int index) const {
-    return work_tile(tiles_.tile(index), tiles_.sequence(index));
+  CUTE_DEVICE void tile(int index, PackedWorkTile& tile) const {
+    tile = work_tile(tiles_.tile(index), tiles_.sequence(index));
   }
-
-  // With split-KV:
-  CUTE_DEVICE PackedSplitTile split_tile(int index) const {
-    const TileCoord tile = tiles_.split_tile(index);
-    return {work_tile(tile, tiles_.split_sequence(index)), tile.split};
+  CUTE_DEVICE void tile(int index, PackedSplitTile& tile) const {
+    const TileCoord coord = tiles_.split_tile(index);
+    tile = {work_tile(coord, tiles_.split_sequence(index)), coord.split};
   }
 
   // Without a list: what is in a place, which all threads of the CTA clear of other rows.

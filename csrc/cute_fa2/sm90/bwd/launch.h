@@ -68,7 +68,8 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
       static_cast<int>(ceil_div(int64_t{params.group_size} * params.m_blocks, consumers)),
       plan.order.tiles(),
       plan.ctas,
-      PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group),
+      PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group,
+                  plan.order.first_head_group),
       plan.window};
   if constexpr (kEntry.has_window(kMask)) {
     if (plan.dq_by == DqBy::kWindow) {

@@ -24,6 +24,9 @@ struct FwdKernel {
   using Producer = FwdProducer<Traits, kMask, TmaKV<Traits, has_sequences(kMask)>>;
   using Mainloop = FwdMainloop<Traits, kMask>;
   using Epilogue = FwdEpilogue<Traits>;
+  using Pipeline = sm90::Pipeline<Traits, kMask>;
+  using Iterator = typename Pipeline::Scheduler::Iterator;
+  static constexpr int kFinder = 32;  // the thread of the producer's warpgroup that finds tiles
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     if (hopper::is_first_thread()) {
@@ -31,7 +34,7 @@ struct FwdKernel {
       hopper::prefetch_tensor_map(arguments.maps.k);
       hopper::prefetch_tensor_map(arguments.maps.v);
       if constexpr (!Traits::kSplitKV) hopper::prefetch_tensor_map(arguments.maps.out);
-      Pipeline<Traits, kMask>::init_barriers(smem);
+      Pipeline::init_barriers(smem);
       hopper::fence_barrier_init();  // fault: init-fence
     }
     if constexpr (kMask == MaskKind::kPacked && !Traits::kSplitKV) look_up(arguments, smem);
@@ -40,9 +43,17 @@ struct FwdKernel {
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.producer_registers()>();
-      if (hopper::is_first_thread()) {
-        Producer producer(arguments, smem);
-        producer.run(typename Pipeline<Traits, kMask>::Scheduler::Iterator(platform::cta_index()));
+      const Iterator tiles(platform::cta_index());
+      const int warp = hopper::warp_in_warpgroup();
+      if (warp == 0) {
+        if (hopper::is_first_lane()) {
+          Producer producer(arguments, smem);
+          producer.run(tiles);
+        }
+      } else if (warp == 1) {
+        if constexpr (Pipeline::kIsPacked) {
+          if (hopper::is_first_lane()) smem.next.find(arguments.packed_scheduler, tiles);
+        }
       }
     } else {
       hopper::register_alloc<Traits::kConfig.consumer_registers()>();
@@ -51,7 +62,7 @@ struct FwdKernel {
       mainloop.run([&](const auto& tile, int row0, auto& softmax, auto& tOrO) {
         auto out = as_matrix(tOrO);  // (rows, columns)
         softmax.normalize(out);
-        const Sequence sequence = Pipeline<Traits, kMask>::sequence(arguments, tile);
+        const Sequence sequence = Pipeline::sequence(arguments, tile);
         if constexpr (Traits::kSplitKV) {
           Epilogue::run_split(arguments, of_results(arguments.params, tile), row0, sequence, tOrO,
                               softmax);
@@ -82,7 +93,7 @@ struct FwdKernel {
     if (scheduler.has_list()) return;
     const PackedWorkTile tile = scheduler.look_up(arguments.params, arguments.pack_gqa,
                                                   platform::cta_index(), Traits::kThreads);
-    if (hopper::is_first_thread()) Producer::keep(smem, tile);
+    if (hopper::is_first_thread()) smem.next.tile = tile;
   }
 };
 

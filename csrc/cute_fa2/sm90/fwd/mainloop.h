@@ -83,7 +83,7 @@ class FwdMainloop {
     while (true) {
       smem_.q_full[q_.stage][index_].wait(q_.parity);  // `tile` is written, and Q has arrived
       work.tile = smem_.tile[q_.stage][index_];
-      if (work.tile.row0 == Pipeline::kNoRow) return false;
+      if (work.tile.row0 == WorkTile::kNoRow) return false;
       const typename Pipeline::TileMask mask = Pipeline::mask(arguments_, work.tile);
       work.row0 = work.tile.row0 + index_ * Traits::kConsumerRows;
       work.blocks = Pipeline::blocks_of(arguments_, work.tile);

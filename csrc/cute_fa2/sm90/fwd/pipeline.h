@@ -17,7 +17,6 @@ struct Pipeline {
   using KVState = PipelineState<Traits::kStages>;
   using QState = PipelineState<Traits::kQStages>;
   using Tile = typename Traits::Tile;
-  static constexpr int kNoRow = -1;  // the first row in place of a tile, after the last
   static constexpr bool kIsPacked = has_sequences(kMask);
   using TileMask = Mask<kMask, GqaLayout, !kIsPacked || Traits::kSplitKV>;
 
@@ -44,6 +43,7 @@ struct Pipeline {
       smem.k_empty[stage].init(Traits::kConsumers * kWarps);  // fault: arrivals
       smem.v_empty[stage].init(Traits::kConsumers * kWarps);
     }
+    if constexpr (kIsPacked) smem.next.init_barriers();
   }
 
   // The sequence of a tile, with the keys of its split.

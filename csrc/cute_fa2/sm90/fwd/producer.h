@@ -27,26 +27,24 @@ class FwdProducer {
   CUTE_DEVICE FwdProducer(const Arguments& arguments, SharedMemory& smem)
       : arguments_(arguments), smem_(smem), kv_source_(arguments.maps, arguments.params) {}
 
-  // A CTA's one tile, until the producer comes to it.
-  static CUTE_DEVICE void keep(SharedMemory& smem, const Tile& tile) { smem.tile[0][0] = tile; }
-
   // Loads what the consumers need for the CTA's work tiles, and tells them which these are.
   CUTE_DEVICE void run(typename Pipeline::Scheduler::Iterator tiles) {
-    const auto& scheduler = Pipeline::scheduler(arguments_);
-    if constexpr (Pipeline::kIsPacked) platform::wait_for_kernel_before();  // it makes the list
-    const unsigned count = scheduler.count();
-    for (unsigned i = tiles.first(scheduler); i < count;) {
-      if constexpr (Pipeline::kIsPacked) {
-        int taken = 0;  // comes while the last load waits for its stage
-        load_tile(i, [&] { taken = tiles.take(scheduler); });
-        i = tiles.next(scheduler, taken);
-      } else {
-        load_tile(i, [] {});
-        i = tiles.next(scheduler);
+    if constexpr (Pipeline::kIsPacked) {
+      for (unsigned parity = 0;; parity ^= 1) {
+        smem_.next.found.wait(parity);
+        const Tile tile = smem_.next.tile;
+        if (tile.row0 == WorkTile::kNoRow) break;
+        load_tile(tile, [&] { smem_.next.wanted.arrive(); });
+      }
+    } else {
+      const auto& scheduler = Pipeline::scheduler(arguments_);
+      const unsigned count = scheduler.count();
+      for (unsigned i = tiles.first(scheduler); i < count; i = tiles.next(scheduler)) {
+        load_tile(scheduler.tile(i), [] {});
       }
     }
     Tile none{};
-    none.row0 = Pipeline::kNoRow;
+    none.row0 = WorkTile::kNoRow;
     for (int i = 0; i < kConsumers; ++i) {
       announce(i, none);
       smem_.q_full[q_.stage][i].arrive();
@@ -54,20 +52,15 @@ class FwdProducer {
   }
 
  private:
-  // Calls before_last() ahead of the last load.
+  // Calls want_next() once. That is two key blocks ahead of the next tile: early enough for who
+  // finds it, and late enough that CTAs with longer tiles take fewer.
   template <class F>
-  CUTE_DEVICE void load_tile(int index, F&& before_last) {
+  CUTE_DEVICE void load_tile(Tile tile, F&& want_next) {
     const FwdParams& params = arguments_.params;
     const PackGqa& pack_gqa = arguments_.pack_gqa;
-    Tile tile;
-    if constexpr (Pipeline::kIsPacked) {
-      tile = packed_tile(index);
-    } else {
-      static_cast<WorkTile&>(tile) = Pipeline::scheduler(arguments_).tile(index);
-    }
     const Sequence sequence = Pipeline::sequence(arguments_, tile);
     tile.row_end = cute::min(tile.row_end, pack_gqa.rows(sequence.len_q));
-    if (tile.row0 >= tile.row_end) return before_last();
+    if (tile.row0 >= tile.row_end) return want_next();
     const BlockRange blocks = Pipeline::blocks_of(arguments_, tile);
     constexpr bool kIsOfSplits = Traits::kSplitKV && !Pipeline::kIsPacked;  // the tile's batch
     const int batch = kIsOfSplits ? arguments_.scheduler.batch_of(tile) : tile.batch;
@@ -87,22 +80,11 @@ class FwdProducer {
       }
     }
     q_.advance();
+    const int want_at = cute::min(blocks.begin + 1, blocks.end - 1);
     for (int n_block = blocks.end - 1; n_block >= blocks.begin; --n_block) {
-      if (n_block > blocks.begin) {
-        load_k(tile.head, batch, sequence, n_block - 1);
-      } else {
-        before_last();
-      }
+      if (n_block == want_at) want_next();
+      if (n_block > blocks.begin) load_k(tile.head, batch, sequence, n_block - 1);
       load_v(tile.head, batch, sequence, n_block);
-    }
-  }
-
-  CUTE_DEVICE Tile packed_tile(int index) const {
-    const auto& scheduler = Pipeline::scheduler(arguments_);
-    if constexpr (Traits::kSplitKV) {
-      return scheduler.split_tile(index);
-    } else {
-      return scheduler.has_list() ? scheduler.tile(index) : smem_.tile[0][0];
     }
   }
 

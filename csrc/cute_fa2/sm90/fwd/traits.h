@@ -6,6 +6,7 @@
 
 #include "common/element.h"
 #include "host/params.h"
+#include "sm90/fwd/tile_finder.h"
 #include "sm90/hopper.h"
 #include "sm90/tile_scheduler.h"
 #include "tiles/fwd_sm90.h"
@@ -103,6 +104,7 @@ struct FwdTraits {
     hopper::Barrier k_empty[kStages];
     hopper::Barrier v_full[kStages];
     hopper::Barrier v_empty[kStages];
+    NextTile<Tile> next;  // packed sequences
   };
   static_assert(sizeof(SharedMemory) == kConfig.smem_bytes(sizeof(Element)));
 

@@ -43,7 +43,7 @@ class LargeFwdProducer {
       });
     });
     WorkTile none{};
-    none.row0 = Pipeline::kNoRow;
+    none.row0 = WorkTile::kNoRow;
     announce(none);
   }
 

@@ -49,7 +49,7 @@ class ScoresMainloop {
       const WorkTile tile = smem_.tile[tile_.stage];
       smem_.tile_empty[tile_.stage].arrive();  // each thread: each has read `tile`
       tile_.advance();
-      if (tile.row0 == Pipeline::kNoRow) return;
+      if (tile.row0 == WorkTile::kNoRow) return;
       process_tile(tile, softmax);
     }
   }

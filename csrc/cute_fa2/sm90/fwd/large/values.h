@@ -42,7 +42,7 @@ class ValuesMainloop {
       const WorkTile tile = smem_.tile[tile_.stage];
       smem_.tile_empty[tile_.stage].arrive();  // each thread: each has read `tile`
       tile_.advance();
-      if (tile.row0 == Pipeline::kNoRow) return;
+      if (tile.row0 == WorkTile::kNoRow) return;
       const BlockRange blocks = Pipeline::blocks_of(arguments_, tile);
       clear(tOrO);
       CUTE_NO_UNROLL
