@@ -16,11 +16,9 @@ namespace flash_cute {
 class PackedTiles {
  public:
   PackedTiles() = default;
-  // The last group of heads may have more than the others, which divide the heads before it.
-  PackedTiles(const BlockList& list, int heads, int head_group, int last_head_group)
-      : list_(list), heads_(heads), head_group_(head_group), last_head_group_(last_head_group) {}
+  // `head_group` divides `heads`.
   PackedTiles(const BlockList& list, int heads, int head_group)
-      : PackedTiles(list, heads, head_group, head_group) {}
+      : list_(list), heads_(heads), head_group_(head_group) {}
 
   CUTE_DEVICE int count() const { return *list_.count * heads_; }
   // For CTAs that take tiles in turn: 0, 1, 2 ...
@@ -29,14 +27,10 @@ class PackedTiles {
   // The entry of tile `index`, which is of head `head`.
   CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
     const int of_group = *list_.count * head_group_.divisor;
-    const int last = heads_ - last_head_group_.divisor;
     int head0 = 0;
-    while (head0 < last && index >= of_group) {  // few groups
-      head0 += head_group_.divisor;
-      index -= of_group;
-    }
+    for (; index >= of_group; index -= of_group) head0 += head_group_.divisor;  // few groups
     int number, in_group;
-    (head0 < last ? head_group_ : last_head_group_)(number, in_group, index);
+    head_group_(number, in_group, index);
     head = head0 + in_group;
     return list_.sorted[number];
   }
@@ -68,10 +62,36 @@ class PackedTiles {
     return {tile.len_q, tile.len_k, tile.first_q, tile.first_k, tile.key_begin, tile.key_end};
   }
 
- private:
+ protected:
   BlockList list_{};
   int heads_ = 1;
-  cutlass::FastDivmod head_group_{1}, last_head_group_{1};
+  cutlass::FastDivmod head_group_{1};
+};
+
+// The same with a last group of more heads, which the others divide those before. (In sm80's
+// kernels it would cost registers that they lack.)
+class PackedTilesToEnd : public PackedTiles {
+ public:
+  PackedTilesToEnd() = default;
+  PackedTilesToEnd(const BlockList& list, int heads, int head_group, int last_head_group)
+      : PackedTiles(list, heads, head_group), last_head_group_(last_head_group) {}
+
+  CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
+    const int of_group = *list_.count * head_group_.divisor;
+    const int last = heads_ - last_head_group_.divisor;
+    int head0 = 0;
+    while (head0 < last && index >= of_group) {  // few groups
+      head0 += head_group_.divisor;
+      index -= of_group;
+    }
+    int number, in_group;
+    (head0 < last ? head_group_ : last_head_group_)(number, in_group, index);
+    head = head0 + in_group;
+    return list_.sorted[number];
+  }
+
+ private:
+  cutlass::FastDivmod last_head_group_{1};
 };
 
 }  // namespace flash_cute

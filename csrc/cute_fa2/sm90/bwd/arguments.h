@@ -28,8 +28,8 @@ struct BwdArguments {
   int dq_share;  // how many blocks of dQ's sums there are for each consumer of a tile
   int tiles;     // of keys, shared out among
   int ctas;
-  PackedTiles packed_tiles;  // in place of the decoder, for MaskKind::kPacked
-  NarrowWindow window;       // of DqBy::kWindow
+  PackedTilesToEnd packed_tiles;  // in place of the decoder, for MaskKind::kPacked
+  NarrowWindow window;            // of DqBy::kWindow
 
   template <MaskKind kMask>
   CUTE_DEVICE int tile_count() const {

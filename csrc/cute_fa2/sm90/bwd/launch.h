@@ -68,8 +68,8 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
       static_cast<int>(ceil_div(int64_t{params.group_size} * params.m_blocks, consumers)),
       plan.order.tiles(),
       plan.ctas,
-      PackedTiles(params.key_tiles, params.heads_kv(), plan.order.head_group,
-                  plan.order.first_head_group),
+      PackedTilesToEnd(params.key_tiles, params.heads_kv(), plan.order.head_group,
+                       plan.order.first_head_group),
       plan.window};
   if constexpr (kEntry.has_window(kMask)) {
     if (plan.dq_by == DqBy::kWindow) {
@@ -88,7 +88,9 @@ void launch_bwd(const BwdPlan& plan, const BwdParams& params, int device, cudaSt
   }
   if (plan.dq_by == DqBy::kOwnKernel) {
     arguments.decoder = TileDecoder(plan.dq_order, params.heads_q, params.batch);
-    arguments.packed_tiles = PackedTiles(params.dq_tiles, params.heads_q, plan.dq_order.head_group);
+    const int head_group = plan.dq_order.head_group;
+    arguments.packed_tiles =
+        PackedTilesToEnd(params.dq_tiles, params.heads_q, head_group, head_group);
     using Traits = DqTraits<kDType, kEntry.rows, kReadsBias>;
     run_grid<DqKernel<Traits, kMask>>(arguments, plan.dq_order.tiles(), device, stream,
                                       /*overlaps=*/true);

@@ -32,9 +32,8 @@ class FwdProducer {
     if constexpr (Pipeline::kIsPacked) {
       for (unsigned parity = 0;; parity ^= 1) {
         smem_.next.found.wait(parity);
-        const Tile tile = smem_.next.tile;
-        if (tile.row0 == WorkTile::kNoRow) break;
-        load_tile(tile, [&] { smem_.next.wanted.arrive(); });
+        if (smem_.next.tile.row0 == WorkTile::kNoRow) break;
+        load_tile(smem_.next.tile, [&] { smem_.next.wanted.arrive(); });
       }
     } else {
       const auto& scheduler = Pipeline::scheduler(arguments_);
