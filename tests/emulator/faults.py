@@ -112,6 +112,7 @@ PACKED = [
     Fault("softcap-derivative", "derivatives(i) = Derivative<Element>(1.f);", WRONG),
 ]
 PACKED_SM90 = [
+    Fault("next-tile", "", f"{RACE}|{STUCK}"),
     Fault("ragged-end", "= sequence.first_k + sequence.len_k + 1", WRONG),
     Fault("last-store", "= false", f"{WRITTEN}|{BOUNDS}|{WRONG}"),
     Fault("bwd90-last-store", "= false", f"{WRITTEN}|{BOUNDS}|{WRONG}"),

@@ -16,7 +16,7 @@ template <class Tile>
 struct NextTile {
   Tile tile;               // or kNoRow
   hopper::Barrier found;   // the tile is there
-  hopper::Barrier wanted;  // the producer has read it, and wants the next
+  hopper::Barrier wanted;  // the producer has read it, and wants the next one
 
   CUTE_DEVICE void init_barriers() {
     found.init(1);
@@ -31,7 +31,7 @@ struct NextTile {
     for (unsigned index = tiles.first(scheduler); index < count; index = tiles.next(scheduler)) {
       if (scheduler.has_list()) scheduler.tile(index, tile);
       found.arrive();
-      wanted.wait(parity);
+      wanted.wait(parity);  // the producer has read it; fault: next-tile
       parity ^= 1;
     }
     tile.row0 = WorkTile::kNoRow;
