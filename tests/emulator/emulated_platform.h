@@ -33,8 +33,6 @@ inline int warp_uniform(int value) {
   return value;
 }
 
-inline int uniform_in_first_lane(int value) { return value; }
-
 inline bool any_in_warp(bool predicate) { return emulator::ballot(predicate) != 0; }
 
 inline void reduce_add(float* sum, float x) { emulator::reduce_add(sum, x); }

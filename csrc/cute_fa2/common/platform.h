@@ -37,8 +37,6 @@ CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, pr
 // Tells the compiler that the value is the same for all threads of the warp. It then keeps it, and
 // what follows from it, in uniform registers.
 CUTE_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-// The same where the warp's first thread is alone.
-CUTE_DEVICE int uniform_in_first_lane(int value) { return __shfl_sync(1u, value, 0); }
 
 // Adds to a sum in global memory, in any order with what others add; nobody learns of the result.
 CUTE_DEVICE void reduce_add(float* sum, float x) {
