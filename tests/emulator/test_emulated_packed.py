@@ -123,6 +123,16 @@ def test_tiles_that_begin_at_other_rows(library, head_dim, window):
     """A sequence has several tiles, and blocks of rows ahead of those that see a tile."""
     call = Call([(500, 500), (70, 300)], head_dim=head_dim, window=window, gap=1)
     call.check_backward(Emulator(library, 90))
+    if window[1] == 0:  # behind the first 2048 rows, and of those few
+        Call([(2200, 300)], head_dim=head_dim, window=window).check_backward(Emulator(library, 90))
+
+
+@pytest.mark.parametrize(("heads", "batch"), [(10, 2), (9, 1)])
+def test_last_heads_side_by_side(library, heads, batch):
+    """Groups of heads, of which the last one is the largest."""
+    lengths = [(16, 400), (20, 20)][:batch]
+    call = Call(lengths, heads=heads, heads_kv=heads, window=(-1, 0))
+    call.check_backward(Emulator(library, 90, multiprocessors=2))
 
 
 @pytest.mark.parametrize("name", [*CALLS, *(f"bias of {name}" for name in BIASED)])

@@ -1,4 +1,4 @@
-// Runs a kernel on a grid of CTAs. Included by the launch headers and combine/launch.cu alone.
+// Runs a kernel on a grid of CTAs. Included by what launches kernels alone.
 #pragma once
 
 #include <cstdint>

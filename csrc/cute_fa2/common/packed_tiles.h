@@ -68,10 +68,12 @@ class PackedTiles {
   cutlass::FastDivmod head_group_{1};
 };
 
-// The same with a last group of more heads, which the others divide those before. (In sm80's
-// kernels it would cost registers that they lack.)
-class PackedTilesToEnd : public PackedTiles {
+// The same, but the last group of heads may be larger. `head_group` divides the heads ahead of it.
+// (sm80's kernels lack the registers for this.)
+class PackedTilesToEnd : private PackedTiles {
  public:
+  using PackedTiles::count;
+
   PackedTilesToEnd() = default;
   PackedTilesToEnd(const BlockList& list, int heads, int head_group, int last_head_group)
       : PackedTiles(list, heads, head_group), last_head_group_(last_head_group) {}

@@ -82,8 +82,10 @@ TileOrder order_tiles(const BwdParams& params, const BwdPlan& plan,
   const int64_t side_by_side = plan.arch == Arch::kSm90 ? std::clamp<int64_t>(in_l2, 4, 8)
                                : are_few                ? heads
                                                         : in_l2;
-  // A head of packed sequences is a head of each. At most 16 or 4 of those (notes/packed.md).
-  const int64_t packed_most = (plan.head_dim <= 64 ? 16 : 4) / std::max(params.batch, 1);
+  // A head of packed sequences is a head of each. At most 16 of those; above head dim 64, where
+  // dQ's sums keep L2 busy, at most 4 (notes/packed.md).
+  const bool sums_are_many = plan.dq_by == DqBy::kSums && plan.head_dim > 64;
+  const int64_t packed_most = (sums_are_many ? 4 : 16) / std::max(params.batch, 1);
   const int64_t packed_side_by_side =
       plan.arch == Arch::kSm90 ? std::min<int64_t>(in_l2, packed_most) : in_l2;
   const int head_group = params.is_full() ? 1

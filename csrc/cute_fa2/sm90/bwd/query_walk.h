@@ -53,10 +53,10 @@ class StaggeredWalk : public QueryWalk {
  public:
   CUTE_DEVICE StaggeredWalk(const BwdArguments& arguments, TileCoord tile, BlockRange rows)
       : QueryWalk(arguments, tile, rows) {
-    // Modulo a power of two, as a division would take long. Tiles that see few blocks, and other
-    // ones each, are apart anyway.
-    const bool is_apart = rows_.begin > 0 && rows_.end <= kApart;
-    const unsigned ahead = is_apart ? 0 : tile.m_block * kBlocksOfKeys;
+    // Among a sequence's first rows, under a mask, all begin at their last block: that is faster.
+    // Modulo a power of two, as a division would take long.
+    const bool is_short = rows_.begin > 0 && rows_.end <= kShort;
+    const unsigned ahead = is_short ? 0 : tile.m_block * kBlocksOfKeys;
     const unsigned count = cute::max(1, rows_.end - rows_.begin);
     begin_ = rows_.end - 1 - static_cast<int>(ahead & (cute::bit_floor(count) - 1));
   }
@@ -68,7 +68,7 @@ class StaggeredWalk : public QueryWalk {
   }
 
  private:
-  static constexpr int kApart = 32;  // blocks (notes/sm90_backward.md)
+  static constexpr int kShort = 32;  // blocks of rows (notes/sm90_backward.md)
   int begin_;
 };
 

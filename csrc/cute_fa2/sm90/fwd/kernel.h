@@ -26,7 +26,6 @@ struct FwdKernel {
   using Epilogue = FwdEpilogue<Traits>;
   using Pipeline = sm90::Pipeline<Traits, kMask>;
   using Iterator = typename Pipeline::Scheduler::Iterator;
-  static constexpr int kFinder = 32;  // the thread of the producer's warpgroup that finds tiles
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     if (hopper::is_first_thread()) {
@@ -44,6 +43,7 @@ struct FwdKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.producer_registers()>();
       const Iterator tiles(platform::cta_index());
+      // By warps first: else ptxas spills the producer's addresses (notes/packed.md).
       const int warp = hopper::warp_in_warpgroup();
       if (warp == 0) {
         if (hopper::is_first_lane()) {

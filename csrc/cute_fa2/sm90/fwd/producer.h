@@ -51,8 +51,8 @@ class FwdProducer {
   }
 
  private:
-  // Calls want_next() once. That is two key blocks ahead of the next tile: early enough for who
-  // finds it, and late enough that CTAs with longer tiles take fewer.
+  // Calls want_next() once, two key blocks ahead of the end, or at the first one. Any earlier, a
+  // CTA would hold a tile that another one could begin.
   template <class F>
   CUTE_DEVICE void load_tile(Tile tile, F&& want_next) {
     const FwdParams& params = arguments_.params;

@@ -1,6 +1,6 @@
-// Packed sequences: which tile a CTA works on next takes two trips to memory, one behind the other:
-// for a number that nobody has, and for what the list has there. A thread beside the producer makes
-// them, while that one still loads the tile before.
+// Packed sequences: a thread beside the producer finds the CTA's next tile. That takes two reads,
+// one behind the other: a number that nobody has, and what the list has there. They run while the
+// producer still loads the tile before.
 #pragma once
 
 #include <cute/config.hpp>
@@ -14,18 +14,20 @@ namespace flash_cute::sm90 {
 // In shared memory, for one tile.
 template <class Tile>
 struct NextTile {
-  Tile tile;               // or kNoRow
+  Tile tile;               // behind the last, its row0 is kNoRow
   hopper::Barrier found;   // the tile is there
-  hopper::Barrier wanted;  // the producer has read it, and wants the next one
+  hopper::Barrier wanted;  // the producer wants the next one; it has read this one before
 
   CUTE_DEVICE void init_barriers() {
     found.init(1);
     wanted.init(1);
   }
 
-  // The thread that finds the CTA's tiles. Without a list there is one, which is here.
+  // By the thread that finds tiles. Without a list, the CTA's one tile is here already.
   CUTE_DEVICE void find(const PackedTileScheduler& scheduler, PackedTileScheduler::Iterator tiles) {
-    platform::wait_for_kernel_before();  // it makes the list
+    // It makes the list. A CTA without a tile waits, too: the combine kernel waits for this one
+    // alone.
+    platform::wait_for_kernel_before();
     const unsigned count = scheduler.count();
     unsigned parity = 0;
     for (unsigned index = tiles.first(scheduler); index < count; index = tiles.next(scheduler)) {
