@@ -131,7 +131,7 @@ def test_machine_code_for_every_chip() -> None:
     [
         ("sm_90", "BlocksKernel", {"PREEXIT"}),
         ("sm_90", "CombineKernel", {"ACQBULK"}),
-        ("sm_90a", r"9FwdKernel\S*MaskKindE2", {"ACQBULK"}),  # packed
+        ("sm_90a", r"9FwdKernel\S*MaskKindE[23]", {"ACQBULK"}),  # packed
         ("sm_90a", "9BwdKernel", {"ACQBULK"}),
         ("sm_90a", "12WindowKernel", {"ACQBULK"}),
         ("sm_90a", "9DkvKernel", {"ACQBULK", "PREEXIT"}),
