@@ -27,7 +27,7 @@ struct FwdEpilogue {
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem, WorkTile tile,
                               int consumer, int row0, const Sequence& sequence, Out& tOrO,
                               const Softmax& softmax) {
-    const int warp = hopper::warp_in_warpgroup();
+    const int warp = warp_of_consumer();
     row0 += warp * Traits::kWarpRows;
     store_lse(arguments, tile, row0, sequence, softmax);
     store_out(arguments, smem, tile, consumer, warp, row0, sequence, tOrO);
@@ -106,7 +106,7 @@ struct FwdEpilogue {
                                     const Softmax& softmax) {
     const PackGqa& pack_gqa = arguments.pack_gqa;
     const int lane = hopper::thread_in_warpgroup() % 32;
-    row0 += hopper::warp_in_warpgroup() * Traits::kWarpRows + lane / 4;
+    row0 += warp_of_consumer() * Traits::kWarpRows + lane / 4;
     softmax.join_sink(out, [&](int r) { return pack_gqa.query_of(tile.head, row0 + 8 * r).head; });
   }
 
@@ -129,6 +129,15 @@ struct FwdEpilogue {
   static CUTE_DEVICE void finish() { wait_until_read<0>(); }
 
  private:
+  // Of packed sequences computed here: ahead of the main loop it would hold a register.
+  static CUTE_DEVICE int warp_of_consumer() {
+    if constexpr (Traits::kIsPacked) {
+      return platform::warp_uniform(hopper::thread_in_warpgroup_here() / 32);
+    } else {
+      return hopper::warp_in_warpgroup();
+    }
+  }
+
   // Stores a warp's rows, which begin with `row0`, from registers to `view`, each if it exists.
   // Splits have no tensor map of their results. Calls visit(index of the row, row) for each.
   template <class Element, class View, class Out, class Visit>

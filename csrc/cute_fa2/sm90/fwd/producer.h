@@ -33,13 +33,13 @@ class FwdProducer {
       for (unsigned parity = 0;; parity ^= 1) {
         smem_.next.found.wait(parity);
         if (smem_.next.tile.row0 == WorkTile::kNoRow) break;
-        load_tile(smem_.next.tile, [&] { smem_.next.wanted.arrive(); });
+        load_tile(0, [&] { smem_.next.wanted.arrive(); });
       }
     } else {
       const auto& scheduler = Pipeline::scheduler(arguments_);
       const unsigned count = scheduler.count();
       for (unsigned i = tiles.first(scheduler); i < count; i = tiles.next(scheduler)) {
-        load_tile(scheduler.tile(i), [] {});
+        load_tile(i, [] {});
       }
     }
     Tile none{};
@@ -54,9 +54,15 @@ class FwdProducer {
   // Calls want_next() once, two key blocks ahead of the end, or at the first one. Any earlier, a
   // CTA would hold a tile that another one could begin.
   template <class F>
-  CUTE_DEVICE void load_tile(Tile tile, F&& want_next) {
+  CUTE_DEVICE void load_tile(int index, F&& want_next) {
     const FwdParams& params = arguments_.params;
     const PackGqa& pack_gqa = arguments_.pack_gqa;
+    Tile tile;
+    if constexpr (Pipeline::kIsPacked) {
+      tile = smem_.next.tile;
+    } else {
+      static_cast<WorkTile&>(tile) = Pipeline::scheduler(arguments_).tile(index);
+    }
     const Sequence sequence = Pipeline::sequence(arguments_, tile);
     tile.row_end = cute::min(tile.row_end, pack_gqa.rows(sequence.len_q));
     if (tile.row0 >= tile.row_end) return want_next();
