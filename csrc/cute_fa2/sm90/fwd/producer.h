@@ -33,7 +33,7 @@ class FwdProducer {
       for (unsigned parity = 0;; parity ^= 1) {
         smem_.next.found.wait(parity);
         if (smem_.next.tile.row0 == WorkTile::kNoRow) break;
-        load_tile(0, [&] { smem_.next.wanted.arrive(); });
+        load_tile(/*index=*/0, [&] { smem_.next.wanted.arrive(); });
       }
     } else {
       const auto& scheduler = Pipeline::scheduler(arguments_);
@@ -51,6 +51,7 @@ class FwdProducer {
   }
 
  private:
+  // Packed, the tile is that of `next`, and has no index.
   // Calls want_next() once, two key blocks ahead of the end, or at the first one. Any earlier, a
   // CTA would hold a tile that another one could begin.
   template <class F>
