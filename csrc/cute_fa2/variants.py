@@ -183,7 +183,7 @@ def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     if kernel and kernel[1] == "sm90":
         return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *_macros(source.stem)])
     # PTX of compute_80 cannot say that a kernel overlaps another one (common/grid.h).
-    overlaps = source.parent.name in ("blocks", "combine")
+    overlaps = source.parent.name in ("blocks", "combine", "preprocess")
     overlapping = ["sm_90"] if overlaps and "sm_90" in code else []
     old = ",".join(item for item in code if item not in (*overlapping, SM90_CODE))
     flags = [f"-gencode=arch=compute_80,code=[{old}]"]

@@ -35,8 +35,8 @@ void add(emulator::Session& session, const BwdParams& params, const BwdPlan& pla
   add_part("workspace.finished", workspace.finished, DqFinished::kBlocks + blocks_q, in_order);
   add_part("workspace.tickets", workspace.tickets, 1, in_order);
   add_part("workspace.added", workspace.added, blocks_q, in_order);
+  add_part("workspace.row_blocks", params.row_blocks, plan.m_blocks, GlobalMemory::Use::kWorkspace);
   emulator::Workspace::add(session, params.key_tiles);
-  emulator::Workspace::add(session, params.row_blocks);
   emulator::Workspace::add(session, params.dq_tiles);
 }
 

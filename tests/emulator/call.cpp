@@ -87,7 +87,6 @@ void Workspace::add(Session& session, const BlockList& list, int splits) {
   add(session, "workspace.counts", list.count, list.bound > 0 ? 2 * sizeof(int) : 0);
   add(session, "workspace.sorted", list.sorted, list.bound * splits * sizeof(SequenceTile),
       GlobalMemory::Use::kPartly);
-  add(session, "workspace.in_place", list.in_place, list.bound * sizeof(SequenceBlock));
 }
 
 }  // namespace flash_cute::emulator

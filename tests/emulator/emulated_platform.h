@@ -34,6 +34,7 @@ inline int warp_uniform(int value) {
 }
 
 inline bool any_in_warp(bool predicate) { return emulator::ballot(predicate) != 0; }
+inline int count_in_warp(bool predicate) { return std::popcount(emulator::ballot(predicate)); }
 
 inline void reduce_add(float* sum, float x) { emulator::reduce_add(sum, x); }
 inline int fetch_add(int* counter, int number) { return emulator::fetch_add(counter, number); }

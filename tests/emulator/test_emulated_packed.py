@@ -176,7 +176,18 @@ def test_bias_of_large_head_dims(library, head_dim, bias):
 def test_many_sequences(unsplit):
     """More than the threads that list them, and blocks of every size."""
     lengths = [(n % 3, n % 5) for n in range(600)] + [(300, 300)]
-    Call(lengths, window=(-1, 0), heads=1).check(unsplit)
+    for is_padded in (False, True):
+        call = Call(lengths[:: 1 + 15 * is_padded], window=(-1, 0), heads=1, is_padded=is_padded)
+        call.check(unsplit)
+        call.check_backward(unsplit)
+
+
+def test_many_places(library):
+    """Each tile looks up its sequence among more than the lanes of a warp, or their square."""
+    for count in (70, 1200):
+        lengths = [(int(n % 40 == 7) * 3, n % 5) for n in range(count)] + [(70, 70)]
+        emulator = Emulator(library, 90, multiprocessors=4096)
+        Call(lengths, window=(-1, 0), heads=1, gap=count % 3).check(emulator)
 
 
 def test_sink_of_dense_calls(kernels):

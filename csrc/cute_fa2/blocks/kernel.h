@@ -1,6 +1,6 @@
 // The first kernel of a call with sequences of their own lengths (MaskKind::kPacked). It lists
-// their blocks, those with the most work first, and clears the rows of results that no sequence
-// has.
+// their blocks, those with the most work first, looks up which rows a place has, and clears the
+// rows of results that no sequence has.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -8,6 +8,7 @@
 #include "common/mask.h"
 #include "common/platform.h"
 #include "common/sequence.h"
+#include "common/warp_search.h"
 #include "host/launch_blocks.h"
 #include "host/params.h"
 
@@ -35,16 +36,23 @@ struct BlocksKernel {
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
-    const int cta = platform::cta_index();
+    int cta = platform::cta_index();
     const BlockRequests& requests = arguments.requests;
     platform::let_next_begin();
     if (cta < requests.list_count) return list(arguments.params, requests.lists[cta], smem);
-    if (requests.stats) return clear_stats(arguments, cta - requests.list_count);
-    const int sequence = (cta - requests.list_count) / arguments.shares;
-    const int share = (cta - requests.list_count) % arguments.shares;
+    cta -= requests.list_count;
+    const int of_rows = ctas_of_rows(requests);
+    if (cta < of_rows) return find_row_blocks(arguments.params, requests.row_blocks, cta);
+    cta -= of_rows;
+    if (requests.stats) return clear_stats(arguments, cta);
+    const int sequence = cta / arguments.shares, share = cta % arguments.shares;
     for (int i = 0; i < requests.result_count; ++i) {
       clear(arguments, requests.results[i], sequence, share);
     }
+  }
+
+  static CUTE_HOST_DEVICE int ctas_of_rows(const BlockRequests& requests) {
+    return (requests.row_blocks.count + kThreads - 1) / kThreads;
   }
 
  private:
@@ -56,29 +64,26 @@ struct BlocksKernel {
     const int each = (request.list.bound + kThreads - 1) / kThreads;
     const int begin = cute::min(thread * each, request.list.bound);
     const int end = cute::min(begin + each, request.list.bound);
-    auto* const in_place = const_cast<SequenceBlock*>(request.list.in_place);
     auto* const sorted = const_cast<SequenceTile*>(request.list.sorted);
 
-    const int batch = batch_at(params, request, begin);
+    const int batch = batch_at(params, request.sides, thread / 32 * 32 * each, each, begin);
     // A counting sort that keeps the order within a bucket: by thread, then by place.
     for (int bucket = 0; bucket < kBuckets; ++bucket) smem.counts[count_of(bucket, thread)] = 0;
     // The code of both passes would take longer to fetch than to run.
     CUTE_NO_UNROLL
     for (int pass = 0; pass < 2; ++pass) {
       for_each_block(
-          params, request, begin, end, batch,
-          [&](int place, int block, SequenceBlock rows, const Sequence& sequence, BlockRange seen) {
-            if (pass == 0) in_place[place] = rows;
-            if (rows.batch < 0) return;
+          params, request.sides, begin, end, batch,
+          [&](int batch, int block, const Sequence& sequence, BlockRange seen) {
             for_each_split(request, seen, [&](int split, BlockRange part) {
               const int to = smem.counts[count_of(bucket_of(request, part), thread)]++;
               if (pass == 0) return;
               const bool is_whole = part.begin == seen.begin && part.end == seen.end;
-              const int key_end = cute::min(part.end * request.other_rows, sequence.len_k);
-              sorted[to] = {rows.batch,
+              const int key_end = cute::min(part.end * request.sides.other_rows, sequence.len_k);
+              sorted[to] = {batch,
                             block,
                             Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
-                                                  rows.batch, request.index_rows),
+                                                  batch, request.index_rows),
                             part.begin,
                             part.end,
                             sequence.first_q,
@@ -86,7 +91,7 @@ struct BlocksKernel {
                             sequence.first_k,
                             sequence.len_k,
                             split,
-                            is_whole ? 0 : part.begin * request.other_rows,
+                            is_whole ? 0 : part.begin * request.sides.other_rows,
                             is_whole ? sequence.len_k : key_end};
             });
           });
@@ -144,55 +149,72 @@ struct BlocksKernel {
     }
   }
 
-  // The place at which the blocks of sequence `batch` begin.
-  static CUTE_DEVICE int first_block(const AttentionParams& params, const BlockRequest& request,
-                                     int batch) {
-    const int rows = request.of_keys ? params.len_k : params.len_q;
-    const int* const cu_seqlens =
-        request.of_keys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
-    return Sequence::first_block(cu_seqlens, rows, batch, request.rows);
+  // -- blocks and their places -------------------------------------------------------------------
+
+  static CUTE_DEVICE void find_row_blocks(const AttentionParams& params,
+                                          const RowBlocksRequest& request, int cta) {
+    const int thread = platform::thread_index();
+    const int place = cta * kThreads + thread;
+    const int batch = batch_at(params, request.sides, place - thread % 32, 1, place);
+    if (place >= request.count) return;
+    SequenceBlock rows = {-1, 0, 0, 0};
+    for_each_block(params, request.sides, place, place + 1, batch,
+                   [&](int batch, int block, const Sequence& sequence, BlockRange seen) {
+                     const int row0 = block * request.sides.rows;
+                     rows = {batch, sequence.first_q + row0,
+                             cute::min(request.sides.rows, sequence.len_q - row0),
+                             cute::max(0, seen.end - seen.begin)};
+                   });
+    request.blocks[place] = rows;
   }
 
-  // The last sequence whose blocks do not begin behind the place.
-  static CUTE_DEVICE int batch_at(const AttentionParams& params, const BlockRequest& request,
-                                  int place) {
-    int batch = 0;
-    for (int behind = params.batch; batch + 1 < behind;) {
+  // The place at which the blocks of sequence `batch` begin.
+  static CUTE_DEVICE int first_block(const AttentionParams& params, const BlockSides& sides,
+                                     int batch) {
+    const int rows = sides.of_keys ? params.len_k : params.len_q;
+    const int* const cu_seqlens =
+        sides.of_keys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
+    return Sequence::first_block(cu_seqlens, rows, batch, sides.rows);
+  }
+
+  // The last sequence whose blocks do not begin behind the place. The threads of a warp ask for
+  // places that are `each` apart, from its first one on. So many sequences at most begin there, as
+  // each has a place.
+  static CUTE_DEVICE int batch_at(const AttentionParams& params, const BlockSides& sides,
+                                  int first_place, int each, int place) {
+    int batch = last_in_warp(
+        params.batch, [&](int batch) { return first_block(params, sides, batch) <= first_place; });
+    int behind = cute::min(params.batch, batch + 32 * each + 1);
+    while (batch + 1 < behind) {
       const int middle = (batch + behind) / 2;
-      (first_block(params, request, middle) <= place ? batch : behind) = middle;
+      (first_block(params, sides, middle) <= place ? batch : behind) = middle;
     }
     return batch;
   }
 
-  // Calls visit(place, number of the block, its rows, its sequence, the blocks that it sees) for
-  // the places [begin, end). `batch` is that of the first.
+  // Calls visit(number of the sequence, number of the block, the sequence, the blocks that it sees)
+  // for the blocks in the places [begin, end). `batch` is the sequence of the first place.
   template <class Visit>
-  static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockRequest& request,
+  static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockSides& sides,
                                          int begin, int end, int batch, const Visit& visit) {
     for (int place = begin; place < end; ++place) {
-      while (batch + 1 < params.batch && first_block(params, request, batch + 1) <= place) ++batch;
+      while (batch + 1 < params.batch && first_block(params, sides, batch + 1) <= place) ++batch;
       const Sequence sequence = Sequence::of<MaskKind::kPacked>(params, batch);
-      const int block = place - first_block(params, request, batch), row0 = block * request.rows;
-      const int first = request.of_keys ? sequence.first_k : sequence.first_q;
-      const int length = request.of_keys ? sequence.len_k : sequence.len_q;
-      const bool exists = block >= 0 && row0 < length;
-      const BlockRange seen = exists ? seen_of(params, request, sequence, row0) : BlockRange{0, 0};
-      const SequenceBlock rows = {exists ? batch : -1, first + row0,
-                                  cute::min(request.rows, length - row0),
-                                  cute::max(0, seen.end - seen.begin)};
-      visit(place, block, rows, sequence, seen);
+      const int block = place - first_block(params, sides, batch), row0 = block * sides.rows;
+      if (block < 0 || row0 >= (sides.of_keys ? sequence.len_k : sequence.len_q)) continue;
+      visit(batch, block, sequence, seen_of(params, sides, sequence, row0));
     }
   }
 
-  static CUTE_DEVICE BlockRange seen_of(const AttentionParams& params, const BlockRequest& request,
+  static CUTE_DEVICE BlockRange seen_of(const AttentionParams& params, const BlockSides& sides,
                                         const Sequence& sequence, int row0) {
     const Mask<MaskKind::kPacked, UnpackedRows> mask(params, sequence, UnpackedRows{});
-    const int length = request.of_keys ? sequence.len_k : sequence.len_q;
-    const int row_end = cute::min(row0 + request.rows, length);
-    if (request.of_keys) {
-      return row_blocks_that_see(mask, row0, row_end, sequence.len_q, request.other_rows);
+    const int length = sides.of_keys ? sequence.len_k : sequence.len_q;
+    const int row_end = cute::min(row0 + sides.rows, length);
+    if (sides.of_keys) {
+      return row_blocks_that_see(mask, row0, row_end, sequence.len_q, sides.other_rows);
     }
-    return key_blocks_seen_by(mask, row0, row_end, request.other_rows);
+    return key_blocks_seen_by(mask, row0, row_end, sides.other_rows);
   }
 
   static CUTE_DEVICE int bucket_of(const BlockRequest& request, BlockRange seen) {

@@ -33,6 +33,10 @@ CUTE_DEVICE Word shuffle_xor(Word value, int lane_mask) {
 }
 
 CUTE_DEVICE bool any_in_warp(bool predicate) { return __any_sync(0xffffffffu, predicate); }
+// For how many threads of the warp it holds.
+CUTE_DEVICE int count_in_warp(bool predicate) {
+  return __popc(__ballot_sync(0xffffffffu, predicate));
+}
 
 // Tells the compiler that the value is the same for all threads of the warp. It then keeps it, and
 // what follows from it, in uniform registers.

@@ -13,6 +13,7 @@
 #include "common/pack_gqa.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
+#include "common/warp_search.h"
 #include "host/params.h"
 
 namespace flash_cute {
@@ -26,15 +27,12 @@ class TilePlaces {
   CUTE_DEVICE int count() const { return places_ * heads_.divisor; }
 
   // The last sequence whose blocks do not begin behind the place. `m_block` is below 0 ahead of the
-  // first sequence, and may be behind the last block of a sequence.
+  // first sequence, and may be behind the last block of a sequence. All lanes of a warp ask alike.
   CUTE_DEVICE TileCoord tile(const AttentionParams& params, int index) const {
     int place, head;
     heads_(place, head, index);
-    int batch = 0;
-    for (int behind = params.batch; batch + 1 < behind;) {
-      const int middle = (batch + behind) / 2;
-      (first_block(params, middle) <= place ? batch : behind) = middle;
-    }
+    const int batch =
+        last_in_warp(params.batch, [&](int batch) { return first_block(params, batch) <= place; });
     return {place - first_block(params, batch), head, batch, 0};
   }
 

@@ -9,19 +9,31 @@
 
 namespace flash_cute {
 
-// A list that is asked for: blocks of `rows` query rows, or keys. The blocks on the other side, by
-// which the work is counted, have `other_rows`.
-struct BlockRequest {
-  BlockList list;
+// Blocks of `rows` query rows, or keys. The blocks on the other side, by which their work is
+// counted, have `other_rows`.
+struct BlockSides {
   bool of_keys;
-  bool sorts;  // else the list is in the order of memory
   int rows;
   int other_rows;
+};
+
+// A list of them that is asked for.
+struct BlockRequest {
+  BlockList list;
+  BlockSides sides;
+  bool sorts;      // else the list is in the order of memory
   int index_rows;  // of the blocks that SequenceTile::first_index counts
   // The blocks that a tile works on are cut into at most so many splits of at least so many blocks;
   // not at all if they are 0 or 1.
   int splits;
   int split_blocks;
+};
+
+// What the places of blocks of query rows have (BwdParams::row_blocks).
+struct RowBlocksRequest {
+  SequenceBlock* blocks;
+  int count;
+  BlockSides sides;
 };
 
 // A result whose rows outside of all sequences become `word`, 4 bytes each. Strides count words.
@@ -42,6 +54,7 @@ struct BlockRequests {
   int result_count = 0;
   BlockRequest lists[kMaxLists];
   UnusedRows results[kMaxResults];
+  RowBlocksRequest row_blocks{};
   // Of split-KV, all of which get a limit of +inf first; in place of results.
   RowStats* stats = nullptr;
   int64_t stats_count = 0;

@@ -14,23 +14,16 @@ void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int devi
     // sm80: sums that are in order are in that of the keys.
     requests.add(
         {.list = params.key_tiles,
-         .of_keys = true,
+         .sides = {.of_keys = true, .rows = plan.block_n, .other_rows = plan.block_m},
          .sorts = plan.dq_by != DqBy::kSums || plan.arch == Arch::kSm90 || !params.deterministic,
-         .rows = plan.block_n,
-         .other_rows = plan.block_m,
          .index_rows = plan.block_m});
-    requests.add({.list = params.row_blocks,
-                  .of_keys = false,
-                  .sorts = false,
-                  .rows = plan.block_m,
-                  .other_rows = plan.block_n,
-                  .index_rows = plan.block_m});
+    requests.row_blocks = {.blocks = params.row_blocks,
+                           .count = plan.m_blocks,
+                           .sides = {.rows = plan.block_m, .other_rows = plan.block_n}};
     if (plan.dq_blocks > 0) {
       requests.add({.list = params.dq_tiles,
-                    .of_keys = false,
+                    .sides = {.rows = plan.dq_block_m, .other_rows = plan.block_n},
                     .sorts = true,
-                    .rows = plan.dq_block_m,
-                    .other_rows = plan.block_n,
                     .index_rows = plan.block_m});
     }
     requests.add_unused(params.dq, params.dtype, params.heads_q, params.head_dim, false);

@@ -13,14 +13,13 @@ void launch_fwd(const FwdPlan& plan, FwdParams params, void* workspace, int devi
   const bool is_split = plan.splits.count > 1;
   if (params.tiles.sorted) {
     BlockRequests requests;
-    requests.add({.list = params.tiles,
-                  .of_keys = false,
-                  .sorts = true,
-                  .rows = plan.schedule.block_m >> plan.gqa.log2_rows,
-                  .other_rows = plan.block_n,
-                  .index_rows = plan.schedule.block_m,
-                  .splits = plan.splits.count,
-                  .split_blocks = static_cast<int>(ceil_div(plan.splits.keys, plan.block_n))});
+    requests.add(
+        {.list = params.tiles,
+         .sides = {.rows = plan.schedule.block_m >> plan.gqa.log2_rows, .other_rows = plan.block_n},
+         .sorts = true,
+         .index_rows = plan.schedule.block_m,
+         .splits = plan.splits.count,
+         .split_blocks = static_cast<int>(ceil_div(plan.splits.keys, plan.block_n))});
     if (is_split) {  // all rows are written by the combine kernel
       requests.stats = params.splits.stats.data;
       requests.stats_count = plan.splits.count * params.rows();

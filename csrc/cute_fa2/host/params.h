@@ -88,12 +88,12 @@ struct SequenceTable {
   const int* key_start;  // (batch): its first key in use
 };
 
-// The rows (or keys) of a block of a sequence.
+// The query rows of a block of a sequence.
 struct alignas(16) SequenceBlock {
   int batch;  // the sequence; -1: there is no such block
-  int first;  // the first one in q (or k)
+  int first;  // the first one in q
   int count;
-  int seen;  // how many blocks of the other side they see (or see them); exact, as DqAdders counts
+  int seen;  // how many blocks of keys they see; exact, as DqAdders counts
 };
 
 // A tile of such rows (or keys), with all that a kernel has to know of its sequence.
@@ -112,13 +112,12 @@ struct alignas(16) SequenceTile {
   int key_end;
 };
 
-// The blocks of all sequences, as the device finds them before the other kernels (blocks/kernel.h).
+// The blocks of all sequences, as the device finds them ahead of the tiles (blocks/kernel.h).
 struct BlockList {
-  int bound = 0;                    // at most so many, for each split
-  const int* count = nullptr;       // so many there are, of all splits
-  int* taken = nullptr;             // how many tiles of them CTAs have taken in turn
-  const SequenceTile* sorted{};     // those with the most work first
-  const SequenceBlock* in_place{};  // (bound): by their place in memory (Sequence::first_block)
+  int bound = 0;                 // at most so many, for each split
+  const int* count = nullptr;    // so many there are, of all splits
+  int* taken = nullptr;          // how many tiles of them CTAs have taken in turn
+  const SequenceTile* sorted{};  // those with the most work first
 };
 
 // A bias of scores, (batch, heads_q, len_q, len_k), in fp32 or of the inputs' dtype. Keys are
@@ -257,9 +256,10 @@ struct BwdParams : AttentionParams {
   int m_blocks;  // of block_m rows, and
   int n_blocks;  // of block_n keys, as the plan's tile has them; of packed sequences the places of
                  // all together (Sequence::first_block)
-  BlockList key_tiles;   // MaskKind::kPacked
-  BlockList row_blocks;  // likewise, of block_m rows
-  BlockList dq_tiles;    // likewise, of query rows where dQ has a kernel of its own
+  BlockList key_tiles;  // MaskKind::kPacked
+  BlockList dq_tiles;   // likewise, of query rows where dQ has a kernel of its own
+  // (m_blocks): what the places of blocks of block_m rows have (Sequence::first_block); likewise
+  SequenceBlock* row_blocks;
   // Few tiles share the query heads of a group among so many CTAs; their dK and dV are summed
   // later.
   int head_splits;

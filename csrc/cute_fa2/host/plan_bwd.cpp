@@ -185,8 +185,8 @@ void finish(BwdPlan& plan, const BwdParams& params, const BwdOverrides& override
   allocate(count, plan, params);
   if (params.is_packed()) {
     count.take_list(plan.n_blocks);
-    count.take_list(plan.m_blocks);
     count.take_list(plan.dq_blocks);
+    count.take<SequenceBlock>(plan.m_blocks);
   }
   plan.workspace_bytes = count.bytes();
 }
@@ -389,8 +389,8 @@ void place_workspace(const BwdPlan& plan, BwdParams& params, void* memory) {
   params.workspace = allocate(allocator, plan, params);
   if (params.is_packed()) {
     params.key_tiles = allocator.take_list(plan.n_blocks);
-    params.row_blocks = allocator.take_list(plan.m_blocks);
     params.dq_tiles = allocator.take_list(plan.dq_blocks);
+    params.row_blocks = allocator.take<SequenceBlock>(plan.m_blocks);
   }
 }
 

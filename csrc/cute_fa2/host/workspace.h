@@ -23,7 +23,6 @@ class Allocator {
     list.count = counts;
     list.taken = counts ? counts + 1 : nullptr;
     list.sorted = take<SequenceTile>(bound * splits);
-    list.in_place = take<SequenceBlock>(bound);
     return list;
   }
   int64_t bytes() const { return bytes_; }

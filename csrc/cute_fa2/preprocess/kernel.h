@@ -61,7 +61,8 @@ struct PreprocessKernel {
     const int row0 = m_block * arguments.block_m;
     SequenceBlock rows = {batch, row0, cute::min(arguments.block_m, params.len_q - row0), 0};
     if (is_packed) {
-      rows = params.row_blocks.in_place[m_block];
+      platform::wait_for_kernel_before();  // it looks up the rows
+      rows = params.row_blocks[m_block];
       if (rows.batch < 0) return;
     }
 

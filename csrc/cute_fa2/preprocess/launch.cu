@@ -12,7 +12,7 @@ void launch_preprocess(const BwdParams& params, const BwdPlan& plan, int device,
     run_grid<Kernel>(
         typename Kernel::Arguments(params, plan),
         int64_t{params.is_packed() ? 1 : params.batch} * params.heads_q * params.m_blocks, device,
-        stream);
+        stream, /*overlaps=*/params.is_packed());
   });
 }
 

@@ -36,7 +36,7 @@ struct SinkGradientKernel {
     float sum = 0.f;  // in a fixed order
     for (int entry = 0; entry < (is_packed ? 1 : params.batch); ++entry) {
       for (int block = 0; block < params.m_blocks; ++block) {
-        if (is_packed && params.row_blocks.in_place[block].batch < 0) continue;
+        if (is_packed && params.row_blocks[block].batch < 0) continue;
         const int64_t index = (int64_t{entry} * params.heads_q + head) * params.m_blocks + block;
         for (int row = thread; row < arguments.block_m; row += Traits::kThreads) {
           const RowGradStats stats =

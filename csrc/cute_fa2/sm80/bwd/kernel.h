@@ -119,7 +119,7 @@ struct ConvertKernel {
     int rows;
     int columns;
     float factor;
-    const SequenceBlock* in_place;  // packed sequences: the rows of each tile; else null
+    const SequenceBlock* row_blocks;  // packed sequences: the rows of each tile; else null
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory&) {
@@ -129,8 +129,8 @@ struct ConvertKernel {
     arguments.blocks(batch_head, block, platform::cta_index());
     arguments.heads(batch, head, batch_head);
     int first = 0, rows = arguments.rows;
-    if (arguments.in_place) {
-      const SequenceBlock of_tile = arguments.in_place[block];
+    if (arguments.row_blocks) {
+      const SequenceBlock of_tile = arguments.row_blocks[block];
       if (of_tile.batch < 0) return;
       batch = of_tile.batch;
       first = of_tile.first;

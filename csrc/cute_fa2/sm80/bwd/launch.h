@@ -23,7 +23,7 @@ void launch_convert(const TensorView<void*>& gradient, const float* sums, const 
   // Blocks of packed sequences are of all together.
   const int64_t tiles = int64_t{params.is_packed() ? 1 : params.batch} * heads * blocks;
   run_grid<Kernel>({gradient, sums, splits, tiles, cutlass::FastDivmod(blocks),
-                    cutlass::FastDivmod(heads), rows, columns, factor, params.row_blocks.in_place},
+                    cutlass::FastDivmod(heads), rows, columns, factor, params.row_blocks},
                    tiles, device, stream);
 }
 

@@ -60,7 +60,7 @@ class FinishedDq {
       arguments_.heads_q(batch, head, batch_head);
       const int row0 = m_block * Traits::kBlockM;
       SequenceBlock rows = {batch, row0, params_.len_q - row0, 0};
-      if constexpr (has_sequences(kMask)) rows = params_.row_blocks.in_place[m_block];
+      if constexpr (has_sequences(kMask)) rows = params_.row_blocks[m_block];
       typename WarpgroupSums::Rows<Traits::kHeadDim> sums;  // in flight while that is looked at
       WarpgroupSums::load_rows<Traits::kHeadDim>(params_.workspace.dq + int64_t{index} * kSize,
                                                  sums);
