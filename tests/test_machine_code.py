@@ -130,6 +130,7 @@ def test_machine_code_for_every_chip() -> None:
     "code, kernel, instructions",
     [
         ("sm_90", "BlocksKernel", {"PREEXIT"}),
+        ("sm_90", "PreprocessKernel", {"ACQBULK"}),
         ("sm_90", "CombineKernel", {"ACQBULK"}),
         ("sm_90a", r"9FwdKernel\S*MaskKindE[23]", {"ACQBULK"}),  # packed
         ("sm_90a", "9BwdKernel", {"ACQBULK"}),

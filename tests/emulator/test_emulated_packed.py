@@ -177,7 +177,7 @@ def test_many_sequences(unsplit):
     """More than the threads that list them, and blocks of every size."""
     lengths = [(n % 3, n % 5) for n in range(600)] + [(300, 300)]
     for is_padded in (False, True):
-        call = Call(lengths[:: 1 + 15 * is_padded], window=(-1, 0), heads=1, is_padded=is_padded)
+        call = Call(lengths[:: 1 + 7 * is_padded], window=(-1, 0), heads=1, is_padded=is_padded)
         call.check(unsplit)
         call.check_backward(unsplit)
 

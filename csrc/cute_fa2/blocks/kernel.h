@@ -1,6 +1,6 @@
-// The first kernel of a call with sequences of their own lengths (MaskKind::kPacked). It lists
-// their blocks, those with the most work first, looks up which rows a place has, and clears the
-// rows of results that no sequence has.
+// The first kernel of a call with sequences of their own lengths (MaskKind::kPacked). Some CTAs
+// list their blocks, those with the most work first. Others look up which rows a place has. The
+// rest clear the rows of results that no sequence has.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -66,7 +66,8 @@ struct BlocksKernel {
     const int end = cute::min(begin + each, request.list.bound);
     auto* const sorted = const_cast<SequenceTile*>(request.list.sorted);
 
-    const int batch = batch_at(params, request.sides, thread / 32 * 32 * each, each, begin);
+    const int first_of_warp = thread / 32 * 32 * each;  // `begin` is clipped, this is not
+    const int batch = batch_at(params, request.sides, first_of_warp, each, begin);
     // A counting sort that keeps the order within a bucket: by thread, then by place.
     for (int bucket = 0; bucket < kBuckets; ++bucket) smem.counts[count_of(bucket, thread)] = 0;
     // The code of both passes would take longer to fetch than to run.
@@ -177,9 +178,9 @@ struct BlocksKernel {
     return Sequence::first_block(cu_seqlens, rows, batch, sides.rows);
   }
 
-  // The last sequence whose blocks do not begin behind the place. The threads of a warp ask for
-  // places that are `each` apart, from its first one on. So many sequences at most begin there, as
-  // each has a place.
+  // The last sequence whose blocks do not begin behind the place. All lanes of a warp call it, for
+  // places in [first_place, first_place + 32 * each). At most 32 * each sequences begin there, as
+  // each has a place of its own.
   static CUTE_DEVICE int batch_at(const AttentionParams& params, const BlockSides& sides,
                                   int first_place, int each, int place) {
     int batch = last_in_warp(

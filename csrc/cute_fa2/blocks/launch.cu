@@ -15,8 +15,8 @@ void launch_blocks(const AttentionParams& params, const BlockRequests& requests,
   const int64_t clearing = requests.result_count > 0 || requests.stats ? gaps * shares : 0;
   // Not in the call: of a temporary g++ 12 clears the padding in the wrong place.
   const BlocksKernel::Arguments arguments = {params, requests, shares};
-  const int64_t looking = requests.list_count + BlocksKernel::ctas_of_rows(requests);
-  run_grid<BlocksKernel>(arguments, looking + clearing, device, stream);
+  const int64_t listing = requests.list_count + BlocksKernel::ctas_of_rows(requests);
+  run_grid<BlocksKernel>(arguments, listing + clearing, device, stream);
 }
 
 }  // namespace flash_cute

@@ -27,7 +27,8 @@ class TilePlaces {
   CUTE_DEVICE int count() const { return places_ * heads_.divisor; }
 
   // The last sequence whose blocks do not begin behind the place. `m_block` is below 0 ahead of the
-  // first sequence, and may be behind the last block of a sequence. All lanes of a warp ask alike.
+  // first sequence, and may be behind the last block of a sequence. All lanes of a warp call it
+  // alike.
   CUTE_DEVICE TileCoord tile(const AttentionParams& params, int index) const {
     int place, head;
     heads_(place, head, index);

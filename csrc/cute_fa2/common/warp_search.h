@@ -1,4 +1,4 @@
-// A binary search of a warp, with 32 arms: each look is one trip to memory for all lanes.
+// A search by all lanes of a warp: a step cuts the range to a 32nd, and is one trip to memory.
 #pragma once
 
 #include <cute/config.hpp>
@@ -8,13 +8,13 @@
 
 namespace flash_cute {
 
-// The last of the numbers [0, count) that holds, where those behind one that does not do neither;
-// 0, if none does. All lanes of the warp ask alike.
+// The last number of [0, count) for which `holds` is true. It is true up to there, and false
+// behind; if it never is, 0 is returned. All lanes call it with the same arguments.
 template <class Holds>
 CUTE_DEVICE int last_in_warp(int count, const Holds& holds) {
   const int lane = platform::thread_index() % 32;
   int first = 0;
-  while (count > 1) {  // it is one of so many from the first on
+  while (count > 1) {  // the answer is in [first, first + count)
     const int each = (count + 31) / 32;
     const bool is_behind = lane * each >= count || !holds(first + lane * each);
     const int skipped = cute::max(0, 31 - platform::count_in_warp(is_behind)) * each;

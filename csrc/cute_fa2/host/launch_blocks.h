@@ -12,7 +12,7 @@ namespace flash_cute {
 // Blocks of `rows` query rows, or keys. The blocks on the other side, by which their work is
 // counted, have `other_rows`.
 struct BlockSides {
-  bool of_keys;
+  uint32_t of_keys;  // no bool: g++ 12 clears its padding in the wrong place, in BlockRequests
   int rows;
   int other_rows;
 };
@@ -44,12 +44,12 @@ struct UnusedRows {
   int64_t stride_row;
   int heads;
   int row_words;
-  uint32_t of_keys;  // no bool: g++ 12 clears its padding in the wrong place, in BlockRequests
+  uint32_t of_keys;  // as above
   uint32_t word;
 };
 
 struct BlockRequests {
-  static constexpr int kMaxLists = 3, kMaxResults = 3;
+  static constexpr int kMaxLists = 2, kMaxResults = 3;
   int list_count = 0;
   int result_count = 0;
   BlockRequest lists[kMaxLists];
@@ -82,7 +82,7 @@ struct BlockRequests {
   }
 };
 
-// Runs ahead of the kernels that read the lists.
+// Runs ahead of the kernels that read the lists and row blocks. The next one may begin under it.
 void launch_blocks(const AttentionParams& params, const BlockRequests& requests, int device,
                    cudaStream_t stream);
 

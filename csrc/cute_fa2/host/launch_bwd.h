@@ -13,7 +13,7 @@ namespace flash_cute {
 void launch_bwd(const BwdPlan& plan, BwdParams params, void* workspace, int device,
                 cudaStream_t stream);
 
-// Runs ahead of the others: statistics, and sums and counters that begin as 0
+// Runs ahead of the tiles: statistics, and sums and counters that begin as 0
 // (preprocess/launch.cu).
 void launch_preprocess(const BwdParams& params, const BwdPlan& plan, int device,
                        cudaStream_t stream);

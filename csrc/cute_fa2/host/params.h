@@ -258,8 +258,9 @@ struct BwdParams : AttentionParams {
                  // all together (Sequence::first_block)
   BlockList key_tiles;  // MaskKind::kPacked
   BlockList dq_tiles;   // likewise, of query rows where dQ has a kernel of its own
-  // (m_blocks): what the places of blocks of block_m rows have (Sequence::first_block); likewise
-  SequenceBlock* row_blocks;
+  // (m_blocks): the rows in the place of each block of block_m of them (Sequence::first_block).
+  // MaskKind::kPacked; else null.
+  SequenceBlock* row_blocks = nullptr;
   // Few tiles share the query heads of a group among so many CTAs; their dK and dV are summed
   // later.
   int head_splits;

@@ -1,5 +1,5 @@
-// The first kernel of a backward: what a step needs of each query row, counters, sums that begin as
-// 0 (sm80), and dQ of blocks of rows that see no key (sm90). A CTA for each block of rows.
+// A kernel ahead of a backward's tiles: what a step needs of each query row, counters, sums that
+// begin as 0 (sm80), and dQ of blocks of rows that see no key (sm90). A CTA for each block of rows.
 #pragma once
 
 #include <cutlass/fast_math.h>
@@ -61,9 +61,14 @@ struct PreprocessKernel {
     const int row0 = m_block * arguments.block_m;
     SequenceBlock rows = {batch, row0, cute::min(arguments.block_m, params.len_q - row0), 0};
     if (is_packed) {
-      platform::wait_for_kernel_before();  // it looks up the rows
+      // What the blocks kernel wrote is visible. All threads wait: the next kernel does so for this
+      // one alone.
+      platform::wait_for_kernel_before();
       rows = params.row_blocks[m_block];
-      if (rows.batch < 0) return;
+      if (rows.batch < 0) {  // of wrong lengths a tile may add there, and must not wait for ever
+        if (thread == 0 && params.workspace.adders) params.workspace.adders[block] = {0, 0, 1, 0};
+        return;
+      }
     }
 
     for (int first = 0; first < arguments.block_m; first += Traits::kThreads / kLanes) {
