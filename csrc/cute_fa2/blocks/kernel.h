@@ -62,11 +62,15 @@ struct BlocksKernel {
                                typename Traits::SharedMemory& smem) {
     const int thread = platform::thread_index();
     const int each = (request.list.bound + kThreads - 1) / kThreads;
-    const int begin = cute::min(thread * each, request.list.bound);
+    // Under a causal mask a sequence's last query rows have the most keys, and its first keys the
+    // most query rows. Threads, and so the blocks of a bucket, go from those on.
+    const bool ascending = request.sides.of_keys;
+    const int share = ascending ? thread : kThreads - 1 - thread;
+    const int begin = cute::min(share * each, request.list.bound);
     const int end = cute::min(begin + each, request.list.bound);
     auto* const sorted = const_cast<SequenceTile*>(request.list.sorted);
 
-    const int first_of_warp = thread / 32 * 32 * each;  // `begin` is clipped, this is not
+    const int first_of_warp = share / 32 * 32 * each;  // `begin` is clipped, this is not
     const int batch = batch_at(params, request.sides, first_of_warp, each, begin);
     // A counting sort that keeps the order within a bucket: by thread, then by place.
     for (int bucket = 0; bucket < kBuckets; ++bucket) smem.counts[count_of(bucket, thread)] = 0;

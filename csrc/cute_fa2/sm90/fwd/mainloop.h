@@ -146,7 +146,9 @@ class FwdMainloop {
     auto scores = as_matrix(tSrS);  // (rows, columns)
     auto out = as_matrix(tOrO);     // (rows, columns)
 
-    const BlockRange whole = mask.whole_blocks(work.row0, Traits::kConsumerRows, kBlockN);
+    // Rematerialized here, once a tile. Packed kernels would do so in each step, between products.
+    BlockRange whole = mask.whole_blocks(work.row0, Traits::kConsumerRows, kBlockN);
+    whole = {platform::rematerialize(whole.begin), platform::rematerialize(whole.end)};
     // (rows, columns) -> (row, key)
     const auto coords = [](int thread) {
       return as_matrix(typename Traits::MmaS{}.get_slice(thread).partition_C(
