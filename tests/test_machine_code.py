@@ -328,6 +328,19 @@ def test_softmax_stands_under_a_product() -> None:
             assert len(re.findall(r"\bFADD\b", piece)) >= scores, kernel
 
 
+def test_products_follow_each_other() -> None:
+    """Between two products of P V there is little that takes a warp's time: instructions for all of
+    it (U...) aside, two at most. Five cost 4% (csrc/cute_fa2/notes/packed.md)."""
+    for kernel in kernels_of("sm_90a"):
+        between: int | None = None  # behind a product of P V that another one follows
+        for line in kernel.text.splitlines():
+            if line.startswith("HGMMA") and "tnspB" in line:
+                assert between is None or between <= 2, kernel
+                between = None if "gsb0" in line else 0
+            elif between is not None and not line.startswith("U"):
+                between += 1
+
+
 def test_output_leaves_by_tma() -> None:
     """Each strip of a warp's rows of O goes to shared memory as matrices. Behind a fence of the
     async proxy TMA stores it. Threads store the log-sum-exp alone."""
