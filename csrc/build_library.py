@@ -269,7 +269,8 @@ def write_ninja() -> tuple[str, str]:
     text += f"rule link\n  command = {shlex.join(linker)} -shared -o $out $in "
     text += f"{shlex.join(libraries)}\n  description = linking $out\n"
     sm90, folder, head_dims = "90a" in archs, ROOT / BUILD / "variants", [int(dim) for dim in dims]
-    sources = variants.generate(folder, head_dims, dtypes, sm90=sm90)
+    generated = variants.generate(folder, head_dims, dtypes, sm90=sm90)
+    sources = variants.combine(generated, ROOT / BUILD / "units")
     sources += sorted((ROOT / SOURCES).rglob("*.cu")) + sorted((ROOT / SOURCES).rglob("*.cpp"))
     objects = []
     for source in sources:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 LARGE_HEAD_DIMS = (384, 512, 768, 1024)
@@ -24,7 +24,7 @@ FP32 = {"fp32": "DType::kFloat"}
 ALL_DTYPES = (*HALF_DTYPES, *FP32)
 
 #: For each op and architecture: the kinds of kernels, each with its template arguments beyond dtype
-#: and head dim. SM90's files take longer to compile, so each of its kinds has a file.
+#: and head dim. Each of SM90's kinds has a file.
 OPS: dict[str, dict[str, dict[str, str]]] = {
     "fwd": {
         "sm80": {
@@ -98,7 +98,7 @@ def generate(
     sm90: bool = False,
 ) -> list[Path]:
     """Writes the files for `head_dims` and `dtypes` under `out_dir`, those of SM90 if asked for.
-    Returns those that nvcc compiles, <op>_<arch>_hdim<n>_<dtype>[_<kind>].cu."""
+    Returns those that instantiate kernels, <op>_<arch>_hdim<n>_<dtype>[_<kind>].cu."""
     unknown = sorted(set(head_dims) - set(ALL_HEAD_DIMS))
     if unknown or not head_dims:
         raise ValueError(f"head dims are chosen from {ALL_HEAD_DIMS}, not {tuple(head_dims)}")
@@ -176,11 +176,32 @@ def write_kernels(path: Path, header: str, lines: Sequence[str]) -> Path:
     return path
 
 
+def unit_of(file: Path) -> str:
+    """In which unit nvcc compiles a file of `generate`: that of its op, architecture and head dim.
+    fp32 has flags of its own, its large kernels have headers of their own."""
+    return re.sub(r"_(fp16|bf16)(_[a-z_]+)?$", "", file.stem)
+
+
+def combine(
+    files: Sequence[Path], out_dir: Path, unit_of: Callable[[Path], str] = unit_of
+) -> list[Path]:
+    """Writes and returns what is compiled in place of `files`, whose folder has to be on the include
+    path: units of several. Kernels of one unit share most of the templates, whose instantiation
+    takes longest (csrc/cute_fa2/notes/build.md)."""
+    units: dict[str, list[str]] = {}
+    for file in files:
+        units.setdefault(unit_of(file), []).append(f'#include "{file.name}"\n')
+    for unit, lines in units.items():
+        write_if_changed(out_dir / f"{unit}.cu", "".join(lines))
+    return [out_dir / f"{unit}.cu" for unit in units]
+
+
 def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     """What a file with kernels needs beyond the flags of all. `code`: what the library has, machine
     code and PTX."""
-    kernel = re.match(r"\w+?_(sm\d+)_hdim(\d+)_([a-z\d]+)", source.name)
-    if kernel and kernel[1] == "sm90":
+    kernel = re.match(r"(\w+?)_(sm\d+)_hdim(\d+)(_fp32)?", source.name)
+    op, arch, head_dim, fp32 = kernel.groups() if kernel else (None,) * 4
+    if arch == "sm90":
         return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *_macros(source.stem)])
     # PTX of compute_80 cannot say that a kernel overlaps another one (common/grid.h).
     overlaps = source.parent.name in ("blocks", "combine", "preprocess")
@@ -191,17 +212,17 @@ def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     # The tiles up to head dim 128 and fp32's fill the register file. Told to economise, ptxas keeps
     # everything in it on every chip. So does the backward at head dim 256, told a little less than
     # by default. For the others the default does better.
-    if kernel and (int(kernel[2]) <= 128 or kernel[3] == "fp32"):
+    if fp32 or (head_dim and int(head_dim) <= 128):
         flags.append("-Xptxas=--register-usage-level=7")
-    elif source.name.startswith("bwd_sm80_hdim256_"):
+    elif (op, head_dim) == ("bwd", "256"):
         flags.append("-Xptxas=--register-usage-level=3")
     return shlex.join(flags)
 
 
-def _macros(file: str) -> list[str]:
+def _macros(unit: str) -> list[str]:
     """Head dim 96 has tiles of 48 keys without a mask. CUTLASS hides products of so many columns:
     their header takes long to compile."""
-    has_other_columns = re.fullmatch(r"fwd_sm90_hdim96_\w+_full", file)
+    has_other_columns = unit == "fwd_sm90_hdim96"
     return ["-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"] if has_other_columns else []
 
 

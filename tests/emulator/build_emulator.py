@@ -100,20 +100,20 @@ class Library:
         """What is compiled: the kernels' generated files, and the host's sources."""
         generated = variants.generate(ROOT / self.folder / "variants", sm90=True)
         kernels = [f for f in generated if any(fnmatch(f.stem, name) for name in self.kernels)]
-        # Kernels of one file share most of the templates, whose instantiation takes longest.
-        together: dict[str, list[str]] = {}
-        for file in kernels:
+
+        def unit_of(file: Path) -> str:
             op_and_arch, head_dim = re.findall(r"(\w+)_hdim(\d+)", file.stem)[0]
             pair = variants.ALL_HEAD_DIMS.index(int(head_dim)) // 2
-            unit = f"{op_and_arch}_{'fp32_' * ('_fp32' in file.stem)}{pair}"
-            together.setdefault(unit, []).append(f'#include "{file.name}"\n')
+            return f"{op_and_arch}_{'fp32_' * ('_fp32' in file.stem)}{pair}"
+
+        units = variants.combine(kernels, ROOT / self.folder, unit_of)
         left_out = [f.read_text().splitlines() for f in generated if f not in kernels]
         lines = [line for file in left_out for line in file if line.startswith("template ")]
         absent = write(f"{self.folder}/absent.cpp", ABSENT.format(instantiations="\n".join(lines)))
         others = [f for f in (ROOT / self.sources).rglob("*") if f.suffix in (".cpp", ".cu")]
         sources = [f for f in sorted(others) if f.parent.name != "torch"]
         return [
-            *(write(f"{self.folder}/{name}.cu", "".join(t)) for name, t in together.items()),
+            *(f.relative_to(ROOT).as_posix() for f in units),
             absent,
             *(f.relative_to(ROOT).as_posix() for f in sources),
         ]
