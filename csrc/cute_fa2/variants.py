@@ -185,9 +185,9 @@ def unit_of(file: Path) -> str:
 def combine(
     files: Sequence[Path], out_dir: Path, unit_of: Callable[[Path], str] = unit_of
 ) -> list[Path]:
-    """Writes and returns what is compiled in place of `files`, whose folder has to be on the include
-    path: units of several. Kernels of one unit share most of the templates, whose instantiation
-    takes longest (csrc/cute_fa2/notes/build.md)."""
+    """Writes and returns what is compiled in place of `files`: units of several. The files' folder
+    has to be on the include path. Kernels of one unit share most of the templates, whose
+    instantiation takes longest (csrc/cute_fa2/notes/build.md)."""
     units: dict[str, list[str]] = {}
     for file in files:
         units.setdefault(unit_of(file), []).append(f'#include "{file.name}"\n')
