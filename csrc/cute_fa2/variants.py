@@ -185,15 +185,20 @@ def unit_of(file: Path) -> str:
 def combine(
     files: Sequence[Path], out_dir: Path, unit_of: Callable[[Path], str] = unit_of
 ) -> list[Path]:
-    """Writes and returns what is compiled in place of `files`: units of several. The files' folder
-    has to be on the include path. Kernels of one unit share most of the templates, whose
-    instantiation takes longest (csrc/cute_fa2/notes/build.md)."""
-    units: dict[str, list[str]] = {}
+    """What is compiled in place of `files`: units of several, which are written, or a file itself
+    where it is alone. The files' folder has to be on the include path. Kernels of one unit share
+    most of the templates, whose instantiation takes longest (csrc/cute_fa2/notes/build.md)."""
+    units: dict[str, list[Path]] = {}
     for file in files:
-        units.setdefault(unit_of(file), []).append(f'#include "{file.name}"\n')
-    for unit, lines in units.items():
-        write_if_changed(out_dir / f"{unit}.cu", "".join(lines))
-    return [out_dir / f"{unit}.cu" for unit in units]
+        units.setdefault(unit_of(file), []).append(file)
+    sources = []
+    for unit, together in units.items():
+        source = together[0]
+        if len(together) > 1:
+            source = out_dir / f"{unit}.cu"
+            write_if_changed(source, "".join(f'#include "{file.name}"\n' for file in together))
+        sources.append(source)
+    return sources
 
 
 def nvcc_flags(source: Path, code: Sequence[str]) -> str:
