@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -105,6 +106,22 @@ def test_make_run_builds_what_the_example_needs(
     build_library.narrow_to_example()
     got = tuple(os.environ[f"FLASH_CUTE_{name}"] for name in ("HEAD_DIMS", "DTYPES", "ARCHS"))
     assert got == tuple(item or "" for item in expected)
+
+
+@pytest.mark.parametrize("dtypes", [("bf16",), build_library.variants.ALL_DTYPES])
+def test_kernels_are_compiled_together(tmp_path: Path, dtypes: tuple[str, ...]) -> None:
+    """Each file of kernels in one unit, whose flags are its own; no unit includes itself."""
+    variants = build_library.variants
+    files = variants.generate(tmp_path / "variants", dtypes=dtypes, sm90=True)
+    code = ["sm_80", "sm_90", "sm_90a", "sm_100", "sm_120", "compute_80"]
+    compiled = []
+    for unit in variants.combine(files, tmp_path / "units"):
+        names = re.findall(r'^#include "(\w+\.cu)"$', unit.read_text(), re.MULTILINE)
+        compiled += [tmp_path / "variants" / name for name in names or [unit.name]]
+        flags = {variants.nvcc_flags(file, code) for file in compiled[-max(1, len(names)) :]}
+        assert len(flags) == 1 and unit.name not in names
+        assert variants.nvcc_flags(unit, code).startswith(*flags)  # and macros of one kind's file
+    assert sorted(compiled) == sorted(files)
 
 
 def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
