@@ -333,12 +333,15 @@ def test_products_follow_each_other() -> None:
     it (U...) aside, two at most. Five cost 4% (csrc/cute_fa2/notes/packed.md)."""
     for kernel in kernels_of("sm_90a"):
         between: int | None = None  # behind a product of P V that another one follows
+        products = 0
         for line in kernel.text.splitlines():
             if line.startswith("HGMMA") and "tnspB" in line:
+                products += 1
                 assert between is None or between <= 2, kernel
                 between = None if "gsb0" in line else 0
             elif between is not None and not line.startswith("U"):
                 between += 1
+        assert products > 1, kernel
 
 
 def test_output_leaves_by_tma() -> None:

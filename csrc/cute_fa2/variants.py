@@ -207,7 +207,9 @@ def nvcc_flags(source: Path, code: Sequence[str]) -> str:
     kernel = re.match(r"(\w+?)_(sm\d+)_hdim(\d+)(_fp32)?", source.name)
     op, arch, head_dim, fp32 = kernel.groups() if kernel else (None,) * 4
     if arch == "sm90":
-        return shlex.join([f"-gencode=arch=compute_90a,code={SM90_CODE}", *_macros(source.stem)])
+        return shlex.join(
+            [f"-gencode=arch=compute_90a,code={SM90_CODE}", *_macros(unit_of(source))]
+        )
     # PTX of compute_80 cannot say that a kernel overlaps another one (common/grid.h).
     overlaps = source.parent.name in ("blocks", "combine", "preprocess")
     overlapping = ["sm_90"] if overlaps and "sm_90" in code else []

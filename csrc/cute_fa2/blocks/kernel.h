@@ -63,8 +63,9 @@ struct BlocksKernel {
     const int thread = platform::thread_index();
     const int each = (request.list.bound + kThreads - 1) / kThreads;
     // Under a causal mask a sequence's last query rows have the most keys, and its first keys the
-    // most query rows. Threads, and so the blocks of a bucket, go from those on.
-    const bool ascending = request.sides.of_keys;
+    // most query rows. Threads, and so the blocks of a bucket, go from those on. A thread's own
+    // blocks stay in ascending order.
+    const bool ascending = request.sides.of_keys || !request.sorts;
     const int share = ascending ? thread : kThreads - 1 - thread;
     const int begin = cute::min(share * each, request.list.bound);
     const int end = cute::min(begin + each, request.list.bound);

@@ -126,7 +126,7 @@ CUTE_DEVICE float reciprocal(float x) {
 }
 
 // The same value, its origin hidden from the compiler. What follows from it is computed here. Ahead
-// of the loop it would hold a register. The value itself is not computed anew behind.
+// of the loop it would hold a register. Later code reuses the value, and does not compute it again.
 template <class Integer>
 CUTE_DEVICE Integer rematerialize(Integer value) {
   asm volatile("" : "+r"(value));

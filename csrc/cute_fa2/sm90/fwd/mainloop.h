@@ -146,7 +146,7 @@ class FwdMainloop {
     auto scores = as_matrix(tSrS);  // (rows, columns)
     auto out = as_matrix(tOrO);     // (rows, columns)
 
-    // Rematerialized here, once a tile. Packed kernels would do so in each step, between products.
+    // Once a tile. Else nvcc computes it again in each step of a packed kernel, between products.
     BlockRange whole = mask.whole_blocks(work.row0, Traits::kConsumerRows, kBlockN);
     whole = {platform::rematerialize(whole.begin), platform::rematerialize(whole.end)};
     // (rows, columns) -> (row, key)
