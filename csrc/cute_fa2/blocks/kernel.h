@@ -3,8 +3,10 @@
 // rest clear the rows of results that no sequence has.
 #pragma once
 
+#include <bit>
 #include <cute/tensor.hpp>
 
+#include "common/block_size.h"
 #include "common/mask.h"
 #include "common/platform.h"
 #include "common/sequence.h"
@@ -24,25 +26,51 @@ struct BlocksKernel {
     struct SharedMemory {
       // Of each thread's blocks in a bucket, at count_of; then where they go.
       int counts[(kBuckets + 1) * kThreads];
-      int sums[2][kThreads];
+      int sums[kThreads / 32];  // of the counts of each warp
     };
   };
   static constexpr int kThreads = Traits::kThreads;
 
+  // As BlockSides.
+  struct Sides {
+    bool of_keys;
+    BlockSize rows;
+    BlockSize other_rows;
+
+    Sides(const BlockSides& sides)
+        : of_keys(sides.of_keys), rows(sides.rows), other_rows(sides.other_rows) {}
+  };
+  // And what else blocks are divided by.
+  struct ListSides : Sides {
+    BlockSize index_rows;
+
+    ListSides(const BlockRequest& request) : Sides(request.sides), index_rows(request.index_rows) {}
+  };
   struct Arguments {
     AttentionParams params;
     BlockRequests requests;
+    ListSides lists[BlockRequests::kMaxLists];
+    Sides row_blocks;
     int shares;  // CTAs that clear the rows behind one sequence
+
+    Arguments(const AttentionParams& params, const BlockRequests& requests, int shares)
+        : params(params),
+          requests(requests),
+          lists{requests.lists[0], requests.lists[1]},
+          row_blocks(requests.row_blocks.sides),
+          shares(shares) {}
   };
 
   static CUTE_DEVICE void run(const Arguments& arguments, typename Traits::SharedMemory& smem) {
     int cta = platform::cta_index();
     const BlockRequests& requests = arguments.requests;
     platform::let_next_begin();
-    if (cta < requests.list_count) return list(arguments.params, requests.lists[cta], smem);
+    if (cta < requests.list_count) {
+      return list(arguments.params, requests.lists[cta], arguments.lists[cta], smem);
+    }
     cta -= requests.list_count;
     const int of_rows = ctas_of_rows(requests);
-    if (cta < of_rows) return find_row_blocks(arguments.params, requests.row_blocks, cta);
+    if (cta < of_rows) return find_row_blocks(arguments, cta);
     cta -= of_rows;
     if (requests.stats) return clear_stats(arguments, cta);
     const int sequence = cta / arguments.shares, share = cta % arguments.shares;
@@ -59,57 +87,55 @@ struct BlocksKernel {
   // -- the list ----------------------------------------------------------------------------------
 
   static CUTE_DEVICE void list(const AttentionParams& params, const BlockRequest& request,
-                               typename Traits::SharedMemory& smem) {
+                               const ListSides& sides, typename Traits::SharedMemory& smem) {
     const int thread = platform::thread_index();
     const int each = (request.list.bound + kThreads - 1) / kThreads;
     // Under a causal mask a sequence's last query rows have the most keys, and its first keys the
     // most query rows. Threads, and so the blocks of a bucket, go from those on. A thread's own
     // blocks stay in ascending order.
-    const bool ascending = request.sides.of_keys || !request.sorts;
+    const bool ascending = sides.of_keys || !request.sorts;
     const int share = ascending ? thread : kThreads - 1 - thread;
     const int begin = cute::min(share * each, request.list.bound);
     const int end = cute::min(begin + each, request.list.bound);
     auto* const sorted = const_cast<SequenceTile*>(request.list.sorted);
 
     const int first_of_warp = share / 32 * 32 * each;  // `begin` is clipped, this is not
-    const int batch = batch_at(params, request.sides, first_of_warp, each, begin);
+    const int batch = batch_at(params, sides, first_of_warp, each, begin);
     // A counting sort that keeps the order within a bucket: by thread, then by place.
     for (int bucket = 0; bucket < kBuckets; ++bucket) smem.counts[count_of(bucket, thread)] = 0;
     // The code of both passes would take longer to fetch than to run.
     CUTE_NO_UNROLL
     for (int pass = 0; pass < 2; ++pass) {
-      for_each_block(
-          params, request.sides, begin, end, batch,
-          [&](int batch, int block, const Sequence& sequence, BlockRange seen) {
-            for_each_split(request, seen, [&](int split, BlockRange part) {
-              const int to = smem.counts[count_of(bucket_of(request, part), thread)]++;
-              if (pass == 0) return;
-              const bool is_whole = part.begin == seen.begin && part.end == seen.end;
-              const int key_end = cute::min(part.end * request.sides.other_rows, sequence.len_k);
-              sorted[to] = {batch,
-                            block,
-                            Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q,
-                                                  batch, request.index_rows),
-                            part.begin,
-                            part.end,
-                            sequence.first_q,
-                            sequence.len_q,
-                            sequence.first_k,
-                            sequence.len_k,
-                            split,
-                            is_whole ? 0 : part.begin * request.sides.other_rows,
-                            is_whole ? sequence.len_k : key_end};
-            });
-          });
+      for_each_block(params, sides, begin, end, batch,
+                     [&](int batch, int block, const Sequence& sequence, BlockRange seen) {
+                       for_each_split(request, seen, [&](int split, BlockRange part) {
+                         const int to = smem.counts[count_of(bucket_of(request, part), thread)]++;
+                         if (pass == 0) return;
+                         const bool is_whole = part.begin == seen.begin && part.end == seen.end;
+                         const int key_end = cute::min(part.end * sides.other_rows, sequence.len_k);
+                         sorted[to] = {batch,
+                                       block,
+                                       Sequence::first_block(params.sequences.cu_seqlens_q,
+                                                             params.len_q, batch, sides.index_rows),
+                                       part.begin,
+                                       part.end,
+                                       sequence.first_q,
+                                       sequence.len_q,
+                                       sequence.first_k,
+                                       sequence.len_k,
+                                       split,
+                                       is_whole ? 0 : part.begin * sides.other_rows,
+                                       is_whole ? sequence.len_k : key_end};
+                       });
+                     });
       if (pass == 0) sum_up(request, smem);
     }
   }
 
   // Buckets one behind the other, in each the threads. Every 32 numbers leave one out: so no two
   // threads of a warp meet in a bank, neither here nor in sum_up.
-  static CUTE_DEVICE int count_of(int bucket, int thread) {
-    const int i = bucket * kThreads + thread;
-    return i + i / 32;
+  static CUTE_DEVICE int count_of(int bucket, unsigned thread) {
+    return bucket * (kThreads + kThreads / 32) + thread + thread / 32;
   }
 
   // Makes of how many blocks each thread has in each bucket where the first of them goes.
@@ -118,24 +144,27 @@ struct BlocksKernel {
     const int thread = platform::thread_index();
     platform::sync_cta();                                     // all threads have counted
     int* const mine = &smem.counts[thread * (kBuckets + 1)];  // so many counts, to sum
-    int sum = 0;
+    int sum = 0, before = 0;  // of the warp's lanes that differ in the last bits; of those before
     for (int i = 0; i < kBuckets; ++i) sum += mine[i];
-    int now = 0;
-    smem.sums[now][thread] = sum;
-    platform::sync_cta();  // the sums of all threads are there
-    for (int step = 1; step < kThreads; step *= 2, now ^= 1) {
-      const int before = thread >= step ? smem.sums[now][thread - step] : 0;
-      smem.sums[now ^ 1][thread] = smem.sums[now][thread] + before;
-      platform::sync_cta();  // the sums of twice as many threads are there
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const int other = platform::shuffle_xor(sum, lanes);
+      if (thread & lanes) before += other;
+      sum += other;
     }
-    int before = smem.sums[now][thread] - sum;
+    if (thread % 32 == 0) smem.sums[thread / 32] = sum;
+    platform::sync_cta();  // the sums of all warps are there
+    int all = 0;
+    for (int warp = 0; warp < kThreads / 32; ++warp) {
+      if (warp == thread / 32) before += all;
+      all += smem.sums[warp];
+    }
     for (int i = 0; i < kBuckets; ++i) {
       const int count = mine[i];
       mine[i] = before;
       before += count;
     }
     if (thread == 0) {
-      *const_cast<int*>(request.list.count) = smem.sums[now][kThreads - 1];
+      *const_cast<int*>(request.list.count) = all;
       *request.list.taken = 0;
     }
     platform::sync_cta();  // all know where their blocks go
@@ -146,37 +175,41 @@ struct BlocksKernel {
   static CUTE_DEVICE void for_each_split(const BlockRequest& request, BlockRange seen,
                                          const Visit& visit) {
     const int blocks = seen.end - seen.begin;
-    if (request.splits <= 1 || blocks <= request.split_blocks) return visit(0, seen);
-    const int most = cute::min(request.splits, blocks / request.split_blocks);
-    const int each = (blocks + most - 1) / most;
-    for (int i = 0; i * each < blocks; ++i) {
-      const int begin = seen.begin + i * each;
-      visit(i, BlockRange{begin, cute::min(begin + each, seen.end)});
+    int each = blocks;
+    if (request.splits > 1 && blocks > request.split_blocks) {
+      const int most = cute::min(request.splits, blocks / request.split_blocks);
+      each = (blocks + most - 1) / most;
+    }
+    BlockRange part = {seen.begin, seen.begin + each};
+    for (int i = 0; i == 0 || part.begin < seen.end; ++i) {
+      visit(i, BlockRange{part.begin, cute::min(part.end, seen.end)});
+      part = {part.end, part.end + each};
     }
   }
 
   // -- blocks and their places -------------------------------------------------------------------
 
-  static CUTE_DEVICE void find_row_blocks(const AttentionParams& params,
-                                          const RowBlocksRequest& request, int cta) {
+  static CUTE_DEVICE void find_row_blocks(const Arguments& arguments, int cta) {
+    const AttentionParams& params = arguments.params;
+    const RowBlocksRequest& request = arguments.requests.row_blocks;
+    const Sides& sides = arguments.row_blocks;
     const int thread = platform::thread_index();
     const int place = cta * kThreads + thread;
-    const int batch = batch_at(params, request.sides, place - thread % 32, 1, place);
+    const int batch = batch_at(params, sides, place - thread % 32, 1, place);
     if (place >= request.count) return;
     SequenceBlock rows = {-1, 0, 0, 0};
-    for_each_block(params, request.sides, place, place + 1, batch,
+    for_each_block(params, sides, place, place + 1, batch,
                    [&](int batch, int block, const Sequence& sequence, BlockRange seen) {
-                     const int row0 = block * request.sides.rows;
+                     const int row0 = block * sides.rows;
                      rows = {batch, sequence.first_q + row0,
-                             cute::min(request.sides.rows, sequence.len_q - row0),
+                             cute::min(int{sides.rows}, sequence.len_q - row0),
                              cute::max(0, seen.end - seen.begin)};
                    });
     request.blocks[place] = rows;
   }
 
   // The place at which the blocks of sequence `batch` begin.
-  static CUTE_DEVICE int first_block(const AttentionParams& params, const BlockSides& sides,
-                                     int batch) {
+  static CUTE_DEVICE int first_block(const AttentionParams& params, const Sides& sides, int batch) {
     const int rows = sides.of_keys ? params.len_k : params.len_q;
     const int* const cu_seqlens =
         sides.of_keys ? params.sequences.cu_seqlens_k : params.sequences.cu_seqlens_q;
@@ -186,7 +219,7 @@ struct BlocksKernel {
   // The last sequence whose blocks do not begin behind the place. All lanes of a warp call it, for
   // places in [first_place, first_place + 32 * each). At most 32 * each sequences begin there, as
   // each has a place of its own.
-  static CUTE_DEVICE int batch_at(const AttentionParams& params, const BlockSides& sides,
+  static CUTE_DEVICE int batch_at(const AttentionParams& params, const Sides& sides,
                                   int first_place, int each, int place) {
     int batch = last_in_warp(
         params.batch, [&](int batch) { return first_block(params, sides, batch) <= first_place; });
@@ -201,7 +234,7 @@ struct BlocksKernel {
   // Calls visit(number of the sequence, number of the block, the sequence, the blocks that it sees)
   // for the blocks in the places [begin, end). `batch` is the sequence of the first place.
   template <class Visit>
-  static CUTE_DEVICE void for_each_block(const AttentionParams& params, const BlockSides& sides,
+  static CUTE_DEVICE void for_each_block(const AttentionParams& params, const Sides& sides,
                                          int begin, int end, int batch, const Visit& visit) {
     for (int place = begin; place < end; ++place) {
       while (batch + 1 < params.batch && first_block(params, sides, batch + 1) <= place) ++batch;
@@ -212,7 +245,7 @@ struct BlocksKernel {
     }
   }
 
-  static CUTE_DEVICE BlockRange seen_of(const AttentionParams& params, const BlockSides& sides,
+  static CUTE_DEVICE BlockRange seen_of(const AttentionParams& params, const Sides& sides,
                                         const Sequence& sequence, int row0) {
     const Mask<MaskKind::kPacked, UnpackedRows> mask(params, sequence, UnpackedRows{});
     const int length = sides.of_keys ? sequence.len_k : sequence.len_q;
@@ -226,8 +259,7 @@ struct BlocksKernel {
   static CUTE_DEVICE int bucket_of(const BlockRequest& request, BlockRange seen) {
     if (!request.sorts) return 0;
     const int work = cute::max(0, seen.end - seen.begin);
-    int octave = 0;
-    while (work >> octave > 1) ++octave;
+    const int octave = cute::max(0, std::bit_width(static_cast<unsigned>(work)) - 1);
     const int half = octave > 0 ? work >> (octave - 1) & 1 : 0;
     const int size = work == 0 ? 0 : cute::min(1 + 2 * octave + half, kBuckets - 1);
     return kBuckets - 1 - size;

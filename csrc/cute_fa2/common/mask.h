@@ -28,11 +28,15 @@ template <MaskKind kKind, class Rows = GqaLayout, bool kSplitKV = !has_sequences
 class Mask {
  public:
   CUTE_DEVICE Mask(const AttentionParams& params, const Sequence& sequence, const Rows& rows)
-      : key_begin_(sequence.key_begin),
-        key_end_(sequence.key_end),
-        band_(has_sequences(kKind) ? params.band.of_sequence(sequence.len_q, sequence.len_k)
-                                   : params.band),
-        rows_(rows) {}
+      : Mask(band_of(params, sequence), sequence, rows) {}
+  // `band`: of the sequence.
+  CUTE_DEVICE Mask(const Band& band, const Sequence& sequence, const Rows& rows)
+      : key_begin_(sequence.key_begin), key_end_(sequence.key_end), band_(band), rows_(rows) {}
+
+  static CUTE_DEVICE Band band_of(const AttentionParams& params, const Sequence& sequence) {
+    return has_sequences(kKind) ? params.band.of_sequence(sequence.len_q, sequence.len_k)
+                                : params.band;
+  }
 
   CUTE_DEVICE int begin(int row) const {
     const int key_begin = kSplitKV ? key_begin_ : 0;
@@ -45,8 +49,9 @@ class Mask {
   }
 
   // The key blocks of which any of the rows [row_begin, row_end) sees a key. Empty (end <= begin)
-  // if there is none.
-  CUTE_DEVICE BlockRange visible_blocks(int row_begin, int row_end, int block_n) const {
+  // if there is none. A size is an int, or a BlockSize.
+  template <class Size>
+  CUTE_DEVICE BlockRange visible_blocks(int row_begin, int row_end, Size block_n) const {
     return {begin(row_begin) / block_n, (cute::max(0, end(row_end - 1)) + block_n - 1) / block_n};
   }
 
@@ -59,8 +64,9 @@ class Mask {
   // The inverse of visible_blocks: the blocks of rows of which any sees one of the keys
   // [key_begin, key_end). For rows that are queries. Where the first of them would be past the last
   // row, the last block may be among them; the mask then leaves nothing of it.
+  template <class Size>
   CUTE_DEVICE BlockRange visible_row_blocks(int key_begin, int key_end, int len_q,
-                                            int block_m) const {
+                                            Size block_m) const {
     static_assert(std::is_same_v<Rows, UnpackedRows>);
     const bool is_full = kKind == MaskKind::kFull;
     const int begin = is_full ? 0 : cute::max(0, band_.query_begin_of(key_begin));
@@ -128,9 +134,9 @@ class Mask {
 };
 
 // As Mask::visible_row_blocks, but without a last block that sees none of the keys.
-template <class TileMask>
+template <class TileMask, class Size>
 CUTE_DEVICE BlockRange row_blocks_that_see(const TileMask& mask, int key_begin, int key_end,
-                                           int len_q, int block_m) {
+                                           int len_q, Size block_m) {
   BlockRange rows = mask.visible_row_blocks(key_begin, key_end, len_q, block_m);
   if (rows.end <= rows.begin) return rows;
   const int row0 = (rows.end - 1) * block_m, row_end = cute::min(row0 + block_m, len_q);
@@ -141,9 +147,9 @@ CUTE_DEVICE BlockRange row_blocks_that_see(const TileMask& mask, int key_begin, 
 // The other way: the key blocks of which any of the rows sees a key. The two have to agree exactly,
 // as dQ of a block of rows is made when so many tiles have added to it (DqAdder). With more it
 // would never be made, with fewer too early.
-template <class TileMask>
+template <class TileMask, class Size>
 CUTE_DEVICE BlockRange key_blocks_seen_by(const TileMask& mask, int row_begin, int row_end,
-                                          int block_n) {
+                                          Size block_n) {
   if (mask.begin(row_begin) >= mask.end(row_end - 1)) return {0, 0};
   return mask.visible_blocks(row_begin, row_end, block_n);
 }

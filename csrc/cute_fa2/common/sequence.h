@@ -47,7 +47,8 @@ struct Sequence {
 
   // Blocks of kPacked sequences have a place in memory for each block of rows: those of a sequence
   // begin here. No two sequences share one, whatever the lengths are.
-  static CUTE_HOST_DEVICE int first_block(const int* cu_seqlens, int rows, int batch, int block) {
+  template <class Size>
+  static CUTE_DEVICE int first_block(const int* cu_seqlens, int rows, int batch, Size block) {
     return cu_seqlens ? clamp(cu_seqlens[batch], rows) / block + batch
                       : batch * ((rows + block - 1) / block);
   }

@@ -158,6 +158,9 @@ class PackedTileScheduler {
   // Asked for once: the answer is in memory.
   CUTE_DEVICE int count() const { return has_list_ ? tiles_.count() : places_.count(); }
   CUTE_DEVICE bool has_list() const { return has_list_; }
+  CUTE_DEVICE void prefetch(int index) const {
+    if (has_list_) tiles_.prefetch(index);
+  }
 
   CUTE_DEVICE void tile(int index, PackedWorkTile& tile) const {
     tile = work_tile(tiles_.tile(index), tiles_.sequence(index));

@@ -75,11 +75,14 @@ CUTE_DEVICE GradientPlace place_of_dq(const BwdParams& params, const Sequence& s
   return {params.dq, batch, head, sequence.first_q, sequence.len_q, params.head_dim};
 }
 
+// Those of the inputs that are used most.
+template <MaskKind kMask>
 CUTE_DEVICE void prefetch_tensor_maps(const BwdTensorMaps& maps) {
-  hopper::prefetch_tensor_map(maps.q);
-  hopper::prefetch_tensor_map(maps.k);
-  hopper::prefetch_tensor_map(maps.v);
-  hopper::prefetch_tensor_map(maps.dout);
+  constexpr bool kIsPacked = has_sequences(kMask);
+  hopper::prefetch_tensor_map(kIsPacked ? maps.ragged_q : maps.q);
+  hopper::prefetch_tensor_map(kIsPacked ? maps.ragged_k : maps.k);
+  hopper::prefetch_tensor_map(kIsPacked ? maps.ragged_v : maps.v);
+  hopper::prefetch_tensor_map(kIsPacked ? maps.ragged_dout : maps.dout);
 }
 
 }  // namespace flash_cute::sm90

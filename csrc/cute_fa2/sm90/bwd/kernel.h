@@ -34,7 +34,7 @@ struct BwdKernel {
     using namespace cute;
     const BwdParams& params = arguments.params;
     if (hopper::is_first_thread()) {
-      prefetch_tensor_maps(arguments.maps);
+      prefetch_tensor_maps<kMask>(arguments.maps);
       if (params.head_splits == 1) {
         hopper::prefetch_tensor_map(arguments.maps.dk);
         hopper::prefetch_tensor_map(arguments.maps.dv);
@@ -53,13 +53,14 @@ struct BwdKernel {
       // DqKernel fills the multiprocessors that this one leaves. It reads the statistics without a
       // wait. So it may begin only when the preprocess is over: behind the wait above.
       if (arguments.dq_by == DqBy::kOwnKernel) platform::let_next_begin();
-      if (hopper::is_first_thread()) {
+      if (!hopper::is_elected()) return;
+      const int warp = hopper::thread_in_warpgroup() / 32;
+      if (warp == 0) {
         BwdProducer<Traits, has_sequences(kMask)> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
             arguments, [&](const auto& tile) { producer.run(tile); });
-      } else if (arguments.dq_by == DqBy::kSums && hopper::is_first_lane()) {
+      } else if (arguments.dq_by == DqBy::kSums && warp <= Traits::kConsumers) {
         const int consumer = hopper::thread_in_warpgroup() / 32 - 1;  // whose dQ the warp adds
-        if (consumer >= Traits::kConsumers) return;
         DqAdder<Traits> adder(arguments, smem, consumer);
         smem.queue.template take<true>([&](const auto& tile) { adder.run(tile); });
         adder.take_rest();
@@ -74,7 +75,8 @@ struct BwdKernel {
       smem.queue.template take<false>([&](const auto& key_tile) {
         const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
         const Sequence& sequence = key_tile.template sequence_of<kMask>(params);
-        Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
+        Mainloop mainloop(arguments, tile, sequence, key_tile.template band_of<kMask>(params), smem,
+                          consumer, state);
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
         FinishedDq finished(arguments, smem, consumer, state);
         finished.run();  // the adder reads this tile's last part meanwhile

@@ -35,27 +35,33 @@ class BwdProducer {
     if (walk.is_empty()) return;
     const BwdParams& params = arguments_.params;
     const int key0 = tile.at.m_block * Traits::kBlockN;
+    // Out of shared memory, where each wait would have it read again.
+    const Sequence sequence = tile.sequence;
+    const TileCoord at = tile.at;
+    const RowsOfSequence queries = {sequence.first_q, sequence.len_q, params.len_q};
+    const RowsOfSequence keys = {sequence.first_k, sequence.len_k, params.len_k};
+    const int first_index = tile.first_index;
     QueryBlock block = walk.first();
-    load(tile, block);
+    load(at, queries, first_index, block);
     // All consumers are done with the tile before.
     smem_.kv_empty.wait((block_ & kKvParity) != 0 ? 0 : 1);
     block_ ^= kKvParity;
     if constexpr (kHasQ) {
       smem_.k_full.arrive_and_expect(sizeof smem_.k);
       tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDim, Traits::kStrip, kBoxRows>(
-          arguments_.maps.k, arguments_.maps.ragged_k, params.k, smem_.k, smem_.k_full, key0,
-          keys_of(tile), tile.at.head, tile.at.batch);
+          arguments_.maps.k, arguments_.maps.ragged_k, params.k, smem_.k, smem_.k_full, key0, keys,
+          at.head, at.batch);
     }
     if constexpr (kHasDout) {
       smem_.v_full.arrive_and_expect(sizeof smem_.v);
       tma_load_rows_of<kIsPacked, Traits::kBlockN, Traits::kHeadDimV, Traits::kStripV, kBoxRows>(
-          arguments_.maps.v, arguments_.maps.ragged_v, params.v, smem_.v, smem_.v_full, key0,
-          keys_of(tile), tile.at.head, tile.at.batch);
+          arguments_.maps.v, arguments_.maps.ragged_v, params.v, smem_.v, smem_.v_full, key0, keys,
+          at.head, at.batch);
     }
     while (true) {
       block = walk.next(block);
       if (!walk.has(block)) return;
-      load(tile, block);
+      load(at, queries, first_index, block);
     }
   }
 
@@ -65,14 +71,8 @@ class BwdProducer {
   static constexpr int kBoxRows = BwdTensorMaps::kRows;
   static_assert(Traits::kBlockM == kBoxRows);  // so a block's box begins inside of its sequence
 
-  CUTE_DEVICE RowsOfSequence keys_of(const KeyTile& tile) const {
-    return {tile.sequence.first_k, tile.sequence.len_k, arguments_.params.len_k};
-  }
-  CUTE_DEVICE RowsOfSequence queries_of(const KeyTile& tile) const {
-    return {tile.sequence.first_q, tile.sequence.len_q, arguments_.params.len_q};
-  }
-
-  CUTE_DEVICE void load(const KeyTile& tile, QueryBlock block) {
+  CUTE_DEVICE void load(const TileCoord& tile, const RowsOfSequence& queries, int first_index,
+                        QueryBlock block) {
     const BwdParams& params = arguments_.params;
     // With stages in a power of two the highest bit does no harm, and a register is saved.
     constexpr bool kMasks = (Traits::kStages & (Traits::kStages - 1)) != 0;
@@ -85,12 +85,12 @@ class BwdProducer {
       hopper::Barrier& full = smem_.q_full[stage];
       smem_.q_empty[stage].wait(parity ^ 1);  // all consumers are done with the stage
       full.arrive_and_expect(sizeof smem_.q[0] + sizeof smem_.stats[0]);
-      const int64_t index = index_of(params, tile.first_index, block);
+      const int64_t index = index_of(params, first_index, block);
       hopper::bulk_load(params.workspace.stats + index * Traits::kBlockM, smem_.stats[stage],
                         sizeof smem_.stats[0], full);
       tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip, kBoxRows,
                        true>(arguments_.maps.q, arguments_.maps.ragged_q, params.q, smem_.q[stage],
-                             full, row0, queries_of(tile), block.head, tile.at.batch);
+                             full, row0, queries, block.head, tile.batch);
     }
     if constexpr (kHasDout) {
       hopper::Barrier& full = smem_.dout_full[stage];
@@ -98,8 +98,7 @@ class BwdProducer {
       full.arrive_and_expect(sizeof smem_.dout[0]);
       tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV, kBoxRows,
                        true>(arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout,
-                             smem_.dout[stage], full, row0, queries_of(tile), block.head,
-                             tile.at.batch);
+                             smem_.dout[stage], full, row0, queries, block.head, tile.batch);
     }
   }
 

@@ -43,16 +43,14 @@ struct FwdKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.producer_registers()>();
       const Iterator tiles(platform::cta_index());
-      if constexpr (Pipeline::kIsPacked) {
-        // By warps first: else ptxas spills the producer's addresses (notes/packed.md).
-        const int warp = hopper::warp_in_warpgroup();
-        if (warp == 0) {
-          if (hopper::is_first_lane()) Producer(arguments, smem).run(tiles);
-        } else if (warp == 1) {
-          if (hopper::is_first_lane()) smem.next.find(arguments.packed_scheduler, tiles);
+      // By warps first: else ptxas spills the producer's addresses (notes/packed.md).
+      const int warp = hopper::warp_in_warpgroup();
+      if (warp == 0) {
+        if (hopper::is_elected()) Producer(arguments, smem).run(tiles);
+      } else if (Pipeline::kIsPacked && warp == 1) {
+        if constexpr (Pipeline::kIsPacked) {
+          if (hopper::is_elected()) smem.next.find(arguments.packed_scheduler, tiles);
         }
-      } else if (hopper::is_first_thread()) {
-        Producer(arguments, smem).run(tiles);
       }
     } else {
       hopper::register_alloc<Traits::kConfig.consumer_registers()>();

@@ -28,9 +28,10 @@ struct NextTile {
     // It makes the list. A CTA without a tile waits, too: the combine kernel waits for this one
     // alone.
     platform::wait_for_kernel_before();
+    unsigned index = tiles.first(scheduler);
+    scheduler.prefetch(index);
     const unsigned count = scheduler.count();
-    unsigned parity = 0;
-    for (unsigned index = tiles.first(scheduler); index < count; index = tiles.next(scheduler)) {
+    for (unsigned parity = 0; index < count; index = tiles.next(scheduler)) {
       if (scheduler.has_list()) scheduler.tile(index, tile);
       found.arrive();
       wanted.wait(parity);  // the producer has read it; fault: next-tile

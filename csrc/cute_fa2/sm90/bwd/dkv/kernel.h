@@ -26,7 +26,7 @@ struct DkvKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     if (hopper::is_first_thread()) {
-      prefetch_tensor_maps(arguments.maps);
+      prefetch_tensor_maps<kMask>(arguments.maps);
       Traits::init_barriers(smem);
       hopper::fence_barrier_init();
     }
@@ -42,11 +42,13 @@ struct DkvKernel {
       // wait. So it may begin only when the preprocess is over: behind the wait above.
       platform::let_next_begin();
       constexpr bool kIsPacked = has_sequences(kMask);
-      if (hopper::is_first_thread()) {
+      if (!hopper::is_elected()) return;
+      const int warp = hopper::thread_in_warpgroup() / 32;
+      if (warp == 0) {
         BwdProducer<Traits, kIsPacked, Loads::kKAndQ> producer(arguments, smem);
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
             arguments, [&](const auto& tile) { producer.run(tile); });
-      } else if (hopper::thread_in_warpgroup() == 32) {  // the first lane of the second warp
+      } else if (warp == 1) {
         BwdProducer<Traits, kIsPacked, Loads::kVAndDout> producer(arguments, smem);
         smem.queue.template take<true>([&](const auto& tile) { producer.run(tile); });
       }
@@ -72,8 +74,9 @@ struct DkvKernel {
     smem.queue.template take<false>([&](const auto& key_tile) {
       const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
       const Sequence& sequence = key_tile.template sequence_of<kMask>(arguments.params);
-      Mainloop(arguments, tile, sequence, smem, state).run(key_tile.walk, sums);
       const BwdParams& params = arguments.params;
+      const Band& band = key_tile.template band_of<kMask>(params);
+      Mainloop(arguments, tile, sequence, band, smem, state).run(key_tile.walk, sums);
       const KeysGradient gradient =
           kIsDv ? KeysGradient{params.dv, params.workspace.dv, params.head_dim_v, 1.f}
                 : KeysGradient{params.dk, params.workspace.dk, params.head_dim, params.scale.scale};

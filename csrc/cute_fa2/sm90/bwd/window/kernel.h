@@ -24,7 +24,7 @@ struct WindowKernel {
 
   static CUTE_DEVICE void run(const Arguments& arguments, SharedMemory& smem) {
     if (hopper::is_first_thread()) {
-      prefetch_tensor_maps(arguments.maps);
+      prefetch_tensor_maps<kMask>(arguments.maps);
       Traits::init_barriers(smem);
       hopper::fence_barrier_init();
     }
@@ -39,7 +39,7 @@ struct WindowKernel {
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
-      if (!hopper::is_first_lane()) return;
+      if (!hopper::is_elected()) return;
       const auto tile = arguments.template tile<kMask>(index);
       const Stretch stretch = stretch_of(arguments, tile);
       const WindowProducer<Traits, has_sequences(kMask)> producer(arguments, tile, stretch, smem);
