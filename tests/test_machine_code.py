@@ -206,6 +206,14 @@ def test_warps_go_together(kernels: list[Kernel]) -> None:
         assert kernel.arch == "sm80" or kernel.opcodes["WARPSYNC"] <= allowed, kernel
 
 
+def test_copies_start_without_a_loop(kernels: list[Kernel]) -> None:
+    """Of an elected lane ptxas knows that it is alone. Any other starts a copy by TMA in a loop
+    over lanes (csrc/cute_fa2/notes/packed.md), as in kernels of large head dims."""
+    for kernel in kernels:
+        if kernel.arch == "sm90" and kernel.config["head_dim"] <= 256:
+            assert not re.search(r"\bBRA\.U\.ANY\b", kernel.text), kernel
+
+
 def test_dq_begins_behind_the_preprocess(kernels: list[Kernel]) -> None:
     """dQ's own kernel reads what the preprocess wrote, and waits for the kernel before it alone. So
     that one lets it begin (PREEXIT) once it has waited itself (ACQBULK)."""
