@@ -30,7 +30,10 @@ EMULATED int thread_in_warpgroup() { return emulator::thread_index() % kWarpgrou
 EMULATED int thread_in_warpgroup_here() { return thread_in_warpgroup(); }
 EMULATED bool is_first_thread() { return emulator::thread_index() == 0; }
 EMULATED bool is_first_lane() { return emulator::thread_index() % 32 == 0; }
-EMULATED bool is_elected() { return is_first_lane(); }
+EMULATED bool is_elected() {
+  emulator::ballot(true);  // all lanes of the warp have to ask
+  return is_first_lane();
+}
 
 EMULATED void sync_warp() { emulator::sync_warp(); }
 

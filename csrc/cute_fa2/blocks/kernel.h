@@ -31,7 +31,7 @@ struct BlocksKernel {
   };
   static constexpr int kThreads = Traits::kThreads;
 
-  // As BlockSides.
+  // BlockSides, ready to divide by.
   struct Sides {
     bool of_keys;
     BlockSize rows;
@@ -40,7 +40,7 @@ struct BlocksKernel {
     Sides(const BlockSides& sides)
         : of_keys(sides.of_keys), rows(sides.rows), other_rows(sides.other_rows) {}
   };
-  // And what else blocks are divided by.
+  // With what else a list divides by.
   struct ListSides : Sides {
     BlockSize index_rows;
 
@@ -144,7 +144,8 @@ struct BlocksKernel {
     const int thread = platform::thread_index();
     platform::sync_cta();                                     // all threads have counted
     int* const mine = &smem.counts[thread * (kBuckets + 1)];  // so many counts, to sum
-    int sum = 0, before = 0;  // of the warp's lanes that differ in the last bits; of those before
+    // Of the lanes that differ in the last bits alone; and of those of them ahead of this one.
+    int sum = 0, before = 0;
     for (int i = 0; i < kBuckets; ++i) sum += mine[i];
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       const int other = platform::shuffle_xor(sum, lanes);
@@ -259,7 +260,7 @@ struct BlocksKernel {
   static CUTE_DEVICE int bucket_of(const BlockRequest& request, BlockRange seen) {
     if (!request.sorts) return 0;
     const int work = cute::max(0, seen.end - seen.begin);
-    const int octave = cute::max(0, std::bit_width(static_cast<unsigned>(work)) - 1);
+    const int octave = static_cast<int>(std::bit_width(static_cast<unsigned>(work))) - 1;
     const int half = octave > 0 ? work >> (octave - 1) & 1 : 0;
     const int size = work == 0 ? 0 : cute::min(1 + 2 * octave + half, kBuckets - 1);
     return kBuckets - 1 - size;

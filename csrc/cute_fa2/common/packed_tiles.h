@@ -24,11 +24,9 @@ class PackedTiles {
   // For CTAs that take tiles in turn: 0, 1, 2 ...
   CUTE_DEVICE int take() const { return platform::next_number(list_.taken); }
 
-  // Asks for the entry of a CTA's first tile, ahead of `count`: one trip to memory less. It is one
-  // of the first group of heads, most likely.
-  CUTE_DEVICE void prefetch(int index) const {
-    platform::prefetch(list_.sorted + cute::min(head_group_.div(index), list_.bound - 1));
-  }
+  // Asks for the entry of a CTA's first tile ahead of `count`: one trip to memory less. It is most
+  // likely one of the first group of heads.
+  CUTE_DEVICE void prefetch(int index) const { prefetch(index, head_group_); }
   // The entry of tile `index`, which is of head `head`.
   CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
     const int of_group = *list_.count * head_group_.divisor;
@@ -68,6 +66,12 @@ class PackedTiles {
   }
 
  protected:
+  CUTE_DEVICE void prefetch(int index, const cutlass::FastDivmod& head_group) const {
+    const auto* const entry = list_.sorted + cute::min(head_group.div(index), list_.bound - 1);
+    platform::prefetch(entry);
+    platform::prefetch(&entry->key_end);  // it lies in two sectors
+  }
+
   BlockList list_{};
   int heads_ = 1;
   cutlass::FastDivmod head_group_{1};
@@ -78,12 +82,15 @@ class PackedTiles {
 class PackedTilesToEnd : private PackedTiles {
  public:
   using PackedTiles::count;
-  using PackedTiles::prefetch;
 
   PackedTilesToEnd() = default;
   PackedTilesToEnd(const BlockList& list, int heads, int head_group, int last_head_group)
       : PackedTiles(list, heads, head_group), last_head_group_(last_head_group) {}
 
+  CUTE_DEVICE void prefetch(int index) const {
+    const bool is_last = heads_ == last_head_group_.divisor;
+    PackedTiles::prefetch(index, is_last ? last_head_group_ : head_group_);
+  }
   CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
     const int of_group = *list_.count * head_group_.divisor;
     const int last = heads_ - last_head_group_.divisor;

@@ -10,6 +10,7 @@
 #include <cute/config.hpp>
 #include <cute/numeric/math.hpp>
 
+#include "common/block_size.h"
 #include "common/pack_gqa.h"
 #include "common/sequence.h"
 #include "common/tile_decoder.h"
@@ -44,7 +45,7 @@ class TilePlaces {
     const int* const cu_seqlens = params.sequences.cu_seqlens_q;
     const bool has_next = cu_seqlens && tile.batch + 1 < params.batch;
     const int next = has_next ? cute::min(cu_seqlens[tile.batch + 1], params.len_q) : params.len_q;
-    const int queries = queries_.divisor, row0 = sequence.first_q + tile.m_block * queries;
+    const int queries = int{queries_}, row0 = sequence.first_q + tile.m_block * queries;
     const int end = cute::min(row0 + queries, next);
     const bool is_first = tile.batch == 0 && row0 < queries;
     clear_rows(params, pack_gqa, tile, is_first ? 0 : row0, cute::min(end, sequence.first_q),
@@ -54,11 +55,8 @@ class TilePlaces {
   }
 
  private:
-  // As Sequence::first_block, without its division.
   CUTE_DEVICE int first_block(const AttentionParams& params, int batch) const {
-    const int* const cu_seqlens = params.sequences.cu_seqlens_q;
-    if (!cu_seqlens) return batch * queries_.div(params.len_q + queries_.divisor - 1);
-    return queries_.div(cute::max(0, cute::min(cu_seqlens[batch], params.len_q))) + batch;
+    return Sequence::first_block(params.sequences.cu_seqlens_q, params.len_q, batch, queries_);
   }
 
   static CUTE_DEVICE void clear_rows(const FwdParams& params, const PackGqa& pack_gqa,
@@ -80,7 +78,7 @@ class TilePlaces {
   }
 
   int places_;
-  cutlass::FastDivmod queries_;
+  BlockSize queries_;
   cutlass::FastDivmod heads_;
 };
 

@@ -13,16 +13,16 @@ namespace flash_cute {
 // counted, have `other_rows`.
 struct BlockSides {
   uint32_t of_keys;  // no bool: g++ 12 clears its padding in the wrong place, in BlockRequests
-  int rows;
-  int other_rows;
+  int rows = 0;
+  int other_rows = 0;
 };
 
 // A list of them that is asked for.
 struct BlockRequest {
   BlockList list;
   BlockSides sides;
-  bool sorts;      // else the list is in the order of memory
-  int index_rows;  // of the blocks that SequenceTile::first_index counts
+  bool sorts;          // else the list is in the order of memory
+  int index_rows = 0;  // of the blocks that SequenceTile::first_index counts
   // The blocks that a tile works on are cut into at most so many splits of at least so many blocks;
   // not at all if they are 0 or 1.
   int splits;

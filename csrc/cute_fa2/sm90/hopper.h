@@ -37,8 +37,8 @@ CUTE_DEVICE int thread_in_warpgroup_here() {
 // The first thread of the CTA; the first lane of a warp.
 CUTE_DEVICE bool is_first_thread() { return threadIdx.x == 0; }
 CUTE_DEVICE bool is_first_lane() { return threadIdx.x % 32 == 0; }
-// One lane of a warp, of those that all ask. Of it ptxas knows that it is alone, and starts its
-// copies without a loop over lanes.
+// One lane of a warp. All of its lanes ask. ptxas knows that this one is alone, and starts its
+// loads without a loop over lanes.
 CUTE_DEVICE bool is_elected() { return cute::elect_one_sync(); }
 
 // The lanes of a warp wait for each other.

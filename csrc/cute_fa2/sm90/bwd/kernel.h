@@ -60,7 +60,7 @@ struct BwdKernel {
         smem.queue.template give<kMask, Traits::kBlockM, Traits::kBlockN>(
             arguments, [&](const auto& tile) { producer.run(tile); });
       } else if (arguments.dq_by == DqBy::kSums && warp <= Traits::kConsumers) {
-        const int consumer = hopper::thread_in_warpgroup() / 32 - 1;  // whose dQ the warp adds
+        const int consumer = warp - 1;  // whose dQ the warp adds
         DqAdder<Traits> adder(arguments, smem, consumer);
         smem.queue.template take<true>([&](const auto& tile) { adder.run(tile); });
         adder.take_rest();

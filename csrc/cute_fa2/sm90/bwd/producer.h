@@ -35,14 +35,13 @@ class BwdProducer {
     if (walk.is_empty()) return;
     const BwdParams& params = arguments_.params;
     const int key0 = tile.at.m_block * Traits::kBlockN;
-    // Out of shared memory, where each wait would have it read again.
-    const Sequence sequence = tile.sequence;
+    // In registers: shared memory would be read again behind each wait.
     const TileCoord at = tile.at;
-    const RowsOfSequence queries = {sequence.first_q, sequence.len_q, params.len_q};
-    const RowsOfSequence keys = {sequence.first_k, sequence.len_k, params.len_k};
+    const RowsOfSequence queries = {tile.sequence.first_q, tile.sequence.len_q, params.len_q};
+    const RowsOfSequence keys = {tile.sequence.first_k, tile.sequence.len_k, params.len_k};
     const int first_index = tile.first_index;
     QueryBlock block = walk.first();
-    load(at, queries, first_index, block);
+    load(at.batch, queries, first_index, block);
     // All consumers are done with the tile before.
     smem_.kv_empty.wait((block_ & kKvParity) != 0 ? 0 : 1);
     block_ ^= kKvParity;
@@ -61,7 +60,7 @@ class BwdProducer {
     while (true) {
       block = walk.next(block);
       if (!walk.has(block)) return;
-      load(at, queries, first_index, block);
+      load(at.batch, queries, first_index, block);
     }
   }
 
@@ -71,7 +70,7 @@ class BwdProducer {
   static constexpr int kBoxRows = BwdTensorMaps::kRows;
   static_assert(Traits::kBlockM == kBoxRows);  // so a block's box begins inside of its sequence
 
-  CUTE_DEVICE void load(const TileCoord& tile, const RowsOfSequence& queries, int first_index,
+  CUTE_DEVICE void load(int batch, const RowsOfSequence& queries, int first_index,
                         QueryBlock block) {
     const BwdParams& params = arguments_.params;
     // With stages in a power of two the highest bit does no harm, and a register is saved.
@@ -90,7 +89,7 @@ class BwdProducer {
                         sizeof smem_.stats[0], full);
       tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDim, Traits::kStrip, kBoxRows,
                        true>(arguments_.maps.q, arguments_.maps.ragged_q, params.q, smem_.q[stage],
-                             full, row0, queries, block.head, tile.batch);
+                             full, row0, queries, block.head, batch);
     }
     if constexpr (kHasDout) {
       hopper::Barrier& full = smem_.dout_full[stage];
@@ -98,7 +97,7 @@ class BwdProducer {
       full.arrive_and_expect(sizeof smem_.dout[0]);
       tma_load_rows_of<kIsPacked, Traits::kBlockM, Traits::kHeadDimV, Traits::kStripV, kBoxRows,
                        true>(arguments_.maps.dout, arguments_.maps.ragged_dout, params.dout,
-                             smem_.dout[stage], full, row0, queries, block.head, tile.batch);
+                             smem_.dout[stage], full, row0, queries, block.head, batch);
     }
   }
 

@@ -21,10 +21,10 @@ struct KeyTile {
   TileCoord at;
   Walk walk;
   Sequence sequence;
-  Band band;        // the sequence's, if that has a length of its own
+  Band band;        // the sequence's, if it has a length of its own
   int first_index;  // of its blocks of rows (BwdArguments::PlacedTile)
 
-  // Both here, but for what the parameters tell.
+  // Here, or as the parameters tell.
   template <MaskKind kMask>
   CUTE_DEVICE decltype(auto) sequence_of(const BwdParams& params) const {
     if constexpr (has_sequences(kMask)) {

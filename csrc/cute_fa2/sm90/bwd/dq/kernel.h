@@ -44,7 +44,7 @@ struct DqKernel {
     if (warpgroup == 0) {
       hopper::register_dealloc<kRoles.producer_registers()>();
       const auto [tile, sequence, first_index, seen] = tile_of(arguments);
-      if (hopper::thread_in_warpgroup() < 32 && hopper::is_elected()) {
+      if (hopper::warp_in_warpgroup() == 0 && hopper::is_elected()) {
         using Producer = DqProducer<Traits, has_sequences(kMask)>;
         Producer(arguments, tile, sequence, smem).run(keys(params, tile, sequence));
         // Nothing above needs it. But what follows in the stream waits for this kernel alone: it

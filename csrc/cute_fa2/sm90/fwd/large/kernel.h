@@ -38,9 +38,11 @@ struct LargeFwdKernel {
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.producer_registers()>();
-      if (hopper::is_first_thread()) {
+      const int warp = hopper::warp_in_warpgroup();
+      if (!hopper::is_elected()) return;
+      if (warp == 0) {
         Producer(arguments, smem).run_keys(Iterator(platform::cta_index()));
-      } else if (platform::thread_index() == 32) {
+      } else if (warp == 1) {
         Producer(arguments, smem).run_values(Iterator(platform::cta_index()));
       }
     } else if (warpgroup == 1) {
