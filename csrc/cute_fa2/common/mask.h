@@ -28,15 +28,11 @@ template <MaskKind kKind, class Rows = GqaLayout, bool kSplitKV = !has_sequences
 class Mask {
  public:
   CUTE_DEVICE Mask(const AttentionParams& params, const Sequence& sequence, const Rows& rows)
-      : Mask(band_of(params, sequence), sequence, rows) {}
-  // `band`: of the sequence.
-  CUTE_DEVICE Mask(const Band& band, const Sequence& sequence, const Rows& rows)
-      : key_begin_(sequence.key_begin), key_end_(sequence.key_end), band_(band), rows_(rows) {}
-
-  static CUTE_DEVICE Band band_of(const AttentionParams& params, const Sequence& sequence) {
-    return has_sequences(kKind) ? params.band.of_sequence(sequence.len_q, sequence.len_k)
-                                : params.band;
-  }
+      : key_begin_(sequence.key_begin),
+        key_end_(sequence.key_end),
+        band_(has_sequences(kKind) ? params.band.of_sequence(sequence.len_q, sequence.len_k)
+                                   : params.band),
+        rows_(rows) {}
 
   CUTE_DEVICE int begin(int row) const {
     const int key_begin = kSplitKV ? key_begin_ : 0;

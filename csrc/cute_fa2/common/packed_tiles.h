@@ -26,7 +26,11 @@ class PackedTiles {
 
   // Asks for the entry of a CTA's first tile ahead of `count`: one trip to memory less. It is most
   // likely one of the first group of heads.
-  CUTE_DEVICE void prefetch(int index) const { prefetch(index, head_group_); }
+  CUTE_DEVICE void prefetch(int index) const {
+    const auto* const entry = list_.sorted + cute::min(head_group_.div(index), list_.bound - 1);
+    platform::prefetch(entry);
+    platform::prefetch(&entry->key_end);  // it lies in two sectors
+  }
   // The entry of tile `index`, which is of head `head`.
   CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
     const int of_group = *list_.count * head_group_.divisor;
@@ -66,12 +70,6 @@ class PackedTiles {
   }
 
  protected:
-  CUTE_DEVICE void prefetch(int index, const cutlass::FastDivmod& head_group) const {
-    const auto* const entry = list_.sorted + cute::min(head_group.div(index), list_.bound - 1);
-    platform::prefetch(entry);
-    platform::prefetch(&entry->key_end);  // it lies in two sectors
-  }
-
   BlockList list_{};
   int heads_ = 1;
   cutlass::FastDivmod head_group_{1};
@@ -86,11 +84,6 @@ class PackedTilesToEnd : private PackedTiles {
   PackedTilesToEnd() = default;
   PackedTilesToEnd(const BlockList& list, int heads, int head_group, int last_head_group)
       : PackedTiles(list, heads, head_group), last_head_group_(last_head_group) {}
-
-  CUTE_DEVICE void prefetch(int index) const {
-    const bool is_last = heads_ == last_head_group_.divisor;
-    PackedTiles::prefetch(index, is_last ? last_head_group_ : head_group_);
-  }
   CUTE_DEVICE const SequenceTile& entry(int index, int& head) const {
     const int of_group = *list_.count * head_group_.divisor;
     const int last = heads_ - last_head_group_.divisor;

@@ -75,8 +75,7 @@ struct BwdKernel {
       smem.queue.template take<false>([&](const auto& key_tile) {
         const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
         const Sequence& sequence = key_tile.template sequence_of<kMask>(params);
-        Mainloop mainloop(arguments, tile, sequence, key_tile.template band_of<kMask>(params), smem,
-                          consumer, state);
+        Mainloop mainloop(arguments, tile, sequence, smem, consumer, state);
         mainloop.run(key_tile.walk, tdKrdK, tdVrdV);
         FinishedDq finished(arguments, smem, consumer, state);
         finished.run();  // the adder reads this tile's last part meanwhile

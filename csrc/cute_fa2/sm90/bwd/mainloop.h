@@ -52,15 +52,14 @@ class BwdMainloop {
 
   // For one tile. `state` goes on from the tile before.
   CUTE_DEVICE BwdMainloop(const BwdArguments& arguments, const TileCoord& tile,
-                          const Sequence& sequence, const Band& band, SharedMemory& smem,
-                          int consumer, State& state)
+                          const Sequence& sequence, SharedMemory& smem, int consumer, State& state)
       : arguments_(arguments),
         params_(arguments.params),
         tile_(tile),
         sequence_(sequence),
         smem_(smem),
         consumer_(consumer),
-        scores_(params_, sequence, band, tile.m_block * kBlockN + consumer * Traits::kConsumerKeys),
+        scores_(params_, sequence, tile.m_block * kBlockN + consumer * Traits::kConsumerKeys),
         address_(base_address(Traits::fragment_q(smem.q[0]))),
         state_(state) {}
 

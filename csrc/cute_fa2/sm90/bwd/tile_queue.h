@@ -21,10 +21,9 @@ struct KeyTile {
   TileCoord at;
   Walk walk;
   Sequence sequence;
-  Band band;        // the sequence's, if it has a length of its own
   int first_index;  // of its blocks of rows (BwdArguments::PlacedTile)
 
-  // Here, or as the parameters tell.
+  // Here, but for what the parameters tell.
   template <MaskKind kMask>
   CUTE_DEVICE decltype(auto) sequence_of(const BwdParams& params) const {
     if constexpr (has_sequences(kMask)) {
@@ -32,10 +31,6 @@ struct KeyTile {
     } else {
       return Sequence::of<kMask>(params, at.batch);
     }
-  }
-  template <MaskKind kMask>
-  CUTE_DEVICE const Band& band_of(const BwdParams& params) const {
-    return has_sequences(kMask) ? band : params.band;
   }
 };
 
@@ -59,7 +54,6 @@ struct TileQueue {
   template <MaskKind kMask, int kBlockM, int kBlockN, class F>
   CUTE_DEVICE void give(const BwdArguments& arguments, F&& f) {
     const BwdParams& params = arguments.params;
-    if constexpr (has_sequences(kMask)) arguments.packed_tiles.prefetch(platform::cta_index());
     // One register has stage and parity: the producer has few.
     for (unsigned index = platform::cta_index(), turn = 0;; ++turn) {
       const unsigned stage = turn % kStages;
@@ -71,9 +65,6 @@ struct TileQueue {
         const auto placed = arguments.tile<kMask>(arguments.in_order<kMask>(index));
         tile.at = placed.at;
         tile.sequence = placed.sequence;
-        if constexpr (has_sequences(kMask)) {
-          tile.band = Mask<kMask, UnpackedRows>::band_of(params, placed.sequence);
-        }
         tile.first_index = placed.first_index;
         tile.walk = Walk(arguments, placed.at, seen<kMask, kBlockM, kBlockN>(params, placed));
       }

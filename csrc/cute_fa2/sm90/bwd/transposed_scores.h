@@ -29,11 +29,10 @@ class TransposedScores {
   static constexpr bool kLoadsLseEarly = kMask != MaskKind::kScored;
 
   // `key0`: the warpgroup's first.
-  CUTE_DEVICE TransposedScores(const BwdParams& params, const Sequence& sequence, const Band& band,
-                               int key0)
-      : params_(params), sequence_(sequence), band_(band), key0_(key0) {
+  CUTE_DEVICE TransposedScores(const BwdParams& params, const Sequence& sequence, int key0)
+      : params_(params), sequence_(sequence), key0_(key0) {
     if constexpr (kMask != MaskKind::kFull) {
-      const TileMask mask(band_, sequence_, UnpackedRows{});
+      const TileMask mask(params_, sequence_, UnpackedRows{});
       uncut_ = mask.uncut_origins(kBlockM, key0_, Traits::kConsumerKeys);
     }
   }
@@ -63,7 +62,7 @@ class TransposedScores {
   // ahead of the wait for S.
   CUTE_DEVICE bool is_cut(int row0) const {
     if constexpr (kMask == MaskKind::kFull) {
-      const TileMask mask(band_, sequence_, UnpackedRows{});
+      const TileMask mask(params_, sequence_, UnpackedRows{});
       return mask.cuts(row0, kBlockM, key0_, Traits::kConsumerKeys);
     } else {
       return row0 < uncut_.begin || row0 >= uncut_.end;
@@ -91,7 +90,7 @@ class TransposedScores {
       }
     }
     if (is_cut) {
-      const TileMask mask(band_, sequence_, UnpackedRows{});  // anew: it would hold registers
+      const TileMask mask(params_, sequence_, UnpackedRows{});  // anew: it would hold registers
       auto rows = rows_first(tSrS);
       const int thread = hopper::thread_in_warpgroup_here();
       mask.apply(rows, row_and_key(thread), row_and_key(0), row0, kBlockM, key0_,
@@ -154,7 +153,6 @@ class TransposedScores {
 
   const BwdParams& params_;
   const Sequence& sequence_;
-  const Band& band_;  // of the sequence
   int key0_;
   // Where blocks of rows begin that the mask does not cut: asked in each step, and so computed
   // once.

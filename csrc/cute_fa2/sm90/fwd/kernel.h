@@ -47,9 +47,10 @@ struct FwdKernel {
       const int warp = hopper::warp_in_warpgroup();
       if (warp == 0) {
         if (hopper::is_elected()) Producer(arguments, smem).run(tiles);
-      }
-      if constexpr (Pipeline::kIsPacked) {
-        if (warp == 1 && hopper::is_elected()) smem.next.find(arguments.packed_scheduler, tiles);
+      } else if (Pipeline::kIsPacked && warp == 1) {
+        if constexpr (Pipeline::kIsPacked) {
+          if (hopper::is_elected()) smem.next.find(arguments.packed_scheduler, tiles);
+        }
       }
     } else {
       hopper::register_alloc<Traits::kConfig.consumer_registers()>();

@@ -74,9 +74,8 @@ struct DkvKernel {
     smem.queue.template take<false>([&](const auto& key_tile) {
       const TileCoord& tile = key_tile.at;  // again from shared memory, when it is asked for
       const Sequence& sequence = key_tile.template sequence_of<kMask>(arguments.params);
+      Mainloop(arguments, tile, sequence, smem, state).run(key_tile.walk, sums);
       const BwdParams& params = arguments.params;
-      const Band& band = key_tile.template band_of<kMask>(params);
-      Mainloop(arguments, tile, sequence, band, smem, state).run(key_tile.walk, sums);
       const KeysGradient gradient =
           kIsDv ? KeysGradient{params.dv, params.workspace.dv, params.head_dim_v, 1.f}
                 : KeysGradient{params.dk, params.workspace.dk, params.head_dim, params.scale.scale};

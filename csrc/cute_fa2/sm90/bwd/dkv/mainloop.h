@@ -53,9 +53,8 @@ class DkvMainloop {
 
   // For one tile. `state` goes on from the tile before.
   CUTE_DEVICE DkvMainloop(const BwdArguments& arguments, const TileCoord& tile,
-                          const Sequence& sequence, const Band& band, SharedMemory& smem,
-                          State& state)
-      : scores_(arguments.params, sequence, band, tile.m_block * Traits::kBlockN),
+                          const Sequence& sequence, SharedMemory& smem, State& state)
+      : scores_(arguments.params, sequence, tile.m_block * Traits::kBlockN),
         smem_(smem),
         batch_(tile.batch),
         address_(base_address(Traits::fragment_q(smem.q[0]))),

@@ -56,13 +56,12 @@ class WindowMainloop {
     // ((2, 2, kHeadDim / 8), 1, 1)
     auto tdKrdK = partition_fragment_C(typename Traits::MmaDk{}, typename Traits::ShapeDk{});
     auto tdVrdV = partition_fragment_C(typename Traits::MmaDv{}, typename Traits::ShapeDv{});
-    const Band band = Scores::TileMask::band_of(params_, tile_.sequence);
     CUTE_NO_UNROLL
     for (int i = consumer_; i < stretch_.keys(); i += Traits::kConsumers) {
       clear(tdKrdK);
       clear(tdVrdV);
       const int begin = max(i - Stretch::kMore, 0), end = min(i + 1, stretch_.reading);
-      const Scores scores(params_, tile_.sequence, band, stretch_.key0(i));
+      const Scores scores(params_, tile_.sequence, stretch_.key0(i));
       smem_.k_full[i % kKStages].wait(i / kKStages % 2);  // K has arrived
       CUTE_NO_UNROLL
       for (int j = begin; j < end; ++j) {
