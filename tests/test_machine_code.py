@@ -208,9 +208,9 @@ def test_warps_go_together(kernels: list[Kernel]) -> None:
 
 def test_copies_start_without_a_loop(kernels: list[Kernel]) -> None:
     """Of an elected lane ptxas knows that it is alone. Any other starts loads by TMA, and bulk
-    copies, in a loop over lanes (csrc/cute_fa2/notes/packed.md)."""
+    copies, in a loop over lanes (csrc/cute_fa2/notes/packed.md). So do those of large head dims."""
     for kernel in kernels:
-        if kernel.arch == "sm90":
+        if kernel.arch == "sm90" and kernel.config["head_dim"] <= 256:
             assert not re.search(r"\bBRA\.U\.ANY\b", kernel.text), kernel
 
 

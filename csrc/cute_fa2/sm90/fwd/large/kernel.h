@@ -38,11 +38,9 @@ struct LargeFwdKernel {
     const int warpgroup = hopper::warpgroup_index();
     if (warpgroup == 0) {
       hopper::register_dealloc<Traits::kConfig.producer_registers()>();
-      const int warp = hopper::warp_in_warpgroup();
-      if (!hopper::is_elected()) return;
-      if (warp == 0) {
+      if (hopper::is_first_thread()) {
         Producer(arguments, smem).run_keys(Iterator(platform::cta_index()));
-      } else if (warp == 1) {
+      } else if (platform::thread_index() == 32) {
         Producer(arguments, smem).run_values(Iterator(platform::cta_index()));
       }
     } else if (warpgroup == 1) {
